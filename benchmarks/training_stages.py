@@ -22,7 +22,7 @@ from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
-from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
 from megatron_dppo.settings import load_config
 from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
@@ -137,4 +137,4 @@ def _roll_out(trainer: Trainer, visit: int) -> Collected:
     """The first prompts of the pool, with seeds that no training step has."""
     count = trainer.config.rollout.prompts_per_step
     window = Selection(np.arange(count), np.ones(count), window=count)
-    return trainer.roll_out(trainer.collector.begin(trainer.pool, window, trainer.config.run.steps + 1 + visit))
+    return trainer.roll_out(StepRollouts(window, trainer.config.run.steps + 1 + visit))

@@ -200,7 +200,7 @@ class Laboratory:
     def _rollouts(self, config: Config, step: int) -> tuple[StepMetadata, Mapping[int, Group]]:
         parts = dataclasses.replace(self._parts, config=config)
         collector = parts.collector(self._engine, self._workers)
-        collected = collector.collected([collector.finish(collector.begin(self._pool, self._selection, step))])
+        collected = collector.collected([collector.finish(collector.request(self._pool, StepRollouts(self._selection, step)))])
         return collected.metadata, collected.held
 
     def _draw(self, config: Config, step: int) -> tuple[torch.Tensor, Floats]:

@@ -26,6 +26,7 @@ from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.trees import ForkStatistics, interval, variance_parts
 from megatron_dppo.rl.types import Completion, Group, Selection
 from megatron_dppo.rollout.engine import RolloutEngine
+from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_training_pool
 from megatron_dppo.trainer.prompt_sampler import order_of
@@ -123,7 +124,7 @@ class _Probe:
         parts = dataclasses.replace(self._parts, config=replace(config, rollout=rollout))
         selection = Selection(self._prompts, np.ones(len(self._prompts)), window=len(self._prompts))
         collector = parts.collector(self._engine, self._workers)
-        mine = collector.finish(collector.begin(self._pool, selection, step)).groups
+        mine = collector.finish(collector.request(self._pool, StepRollouts(selection, step))).groups
         groups = [group for of_rank in self._parts.world.gather(mine) for group in of_rank]
         return {group.prompt.id: group for group in sorted(groups, key=lambda group: group.prompt.id)}
 

@@ -29,11 +29,10 @@ from megatron_dppo.process import stop
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned
-from megatron_dppo.rl.sequences import check_settings
-from megatron_dppo.rl.types import Selection, StepPlan
-from megatron_dppo.rollout.collect import Begun, Collected
-from megatron_dppo.rollout.in_flight import BrokenOff, RolloutsInFlight, Waiting, read_in_flight, write_in_flight
+from megatron_dppo.rl.types import StepPlan
+from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import staleness
+from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
@@ -94,8 +93,8 @@ class Trainer:
         if config.run.export:
             self.policy.check_export_run()
         self.step, self.version = 0, 0
-        self.queue: deque[Waiting | Begun] = deque()
-        """The rollouts of the next steps in their order: selected, broken off, asked for, or there already."""
+        self.queue: deque[StepRollouts] = deque()
+        """The next steps, in their order."""
         self._resume()
         self.logger = RunLogger(config, world, step=self.step, dropped_prompts=self.pool.dropped)
         to_close.callback(self.logger.close)
@@ -150,44 +149,41 @@ class Trainer:
             self.policy.export_run()
         self.logger.finish()
 
-    def select(self, step: int) -> Selection:
+    def select(self, step: int) -> StepRollouts:
         """Draw a step's prompts from the next window of candidates; the draw's probabilities come with them."""
-        return self.world.from_leader(lambda: self.sampler.select(step))
+        return StepRollouts(self.world.from_leader(lambda: self.sampler.select(step)), step)
 
     def ask_ahead(self) -> None:
         """Ask for the rollouts of the next ``rollout.ahead`` steps, and wait for nothing."""
         for place in range(min(self.config.rollout.ahead, self.config.run.steps - self.step - 1)):
-            step = self.step + 1 + place
             if place == len(self.queue):
-                self.queue.append(self.select(step))
-            if isinstance(batch := self.queue[place], Selection | BrokenOff):
-                with self.timers("rollout"):
-                    self.queue[place] = self.begin(batch, step)
+                self.queue.append(self.select(self.step + 1 + place))
+            with self.timers("rollout"):
+                self.request(self.queue[place])
 
-    def begin(self, given: Selection | BrokenOff, step: int) -> Begun:
-        """Ask for a step's rollouts, or for the rest of them."""
-        if isinstance(given, BrokenOff):
-            return self.collector.begin(self.pool, given.selection, step, so_far=given.so_far)
-        return self.collector.begin(self.pool, given, step)
+    def request(self, rollouts: StepRollouts) -> None:
+        """Ask for a step's rollouts, or for the rest of them, if that is not done."""
+        if rollouts.requested is None and rollouts.complete is None:
+            self.collector.request(self.pool, rollouts)
 
-    def roll_out(self, given: Waiting | Begun) -> Collected:
+    def roll_out(self, rollouts: StepRollouts) -> Collected:
         """Generate and score; every rank its own share."""
         with self.timers("rollout"):
-            if isinstance(given, RolloutsInFlight):
-                return given.rollouts
-            if isinstance(given, Selection | BrokenOff):
-                given = self.begin(given, self.step)
-            return self.collect(given)
+            self.request(rollouts)
+            return self.complete(rollouts)
 
-    def collect(self, begun: Begun) -> Collected:
+    def complete(self, rollouts: StepRollouts) -> Collected:
         """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out more of them."""
-        rounds = [self.collector.finish(begun)]
-        rollouts = self.collector.collected(rounds)
-        select_more, step = self.sampler.select_more, begun.step
-        while more := self.world.from_leader(partial(select_more, step, rollouts.metadata, len(rounds))):
-            rounds.append(self.collector.finish(self.collector.begin(self.pool, more, step, again=len(rounds))))
-            rollouts = self.collector.collected(rounds)
-        return rollouts
+        if rollouts.complete is None:
+            rounds, step = [self.collector.finish(rollouts)], rollouts.step
+            collected = self.collector.collected(rounds)
+            select_more = self.sampler.select_more
+            while more := self.world.from_leader(partial(select_more, step, collected.metadata, len(rounds))):
+                request = self.collector.request(self.pool, StepRollouts(more, step), again=len(rounds))
+                rounds.append(self.collector.finish(request))
+                collected = self.collector.collected(rounds)
+            rollouts.complete = collected
+        return rollouts.complete
 
     def plan(self, rollouts: Collected) -> StepPlan:
         """Decide on one rank, from lengths and rewards alone, what is trained on, with which weight, and where."""
@@ -247,18 +243,11 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint. Rollouts in flight are part of it as far as they are, and go on at once. Begun anew after
         it, those that are short would be favoured: a batch is rarely unfinished without a long completion."""
-        begun = [batch for batch in self.queue if isinstance(batch, Begun)]
-        progress = iter(self.collector.break_off(begun) or ())
-        steps: list[Waiting] = []
-        for place, batch in enumerate(self.queue):
-            if not isinstance(batch, Begun):
-                steps.append(batch)
-            elif (so_far := next(progress, None)) is None:
-                steps.append(waited := RolloutsInFlight(batch.selection, self.collect(batch)))
-                self.queue[place] = waited
-            else:
-                steps.append(part := BrokenOff(batch.selection, so_far))
-                self.queue[place] = self.begin(part, batch.step)
+        under_way = [rollouts for rollouts in self.queue if rollouts.under_way]
+        broken_off = self.collector.break_off(under_way)
+        for rollouts in under_way:
+            self.request(rollouts) if broken_off else self.complete(rollouts)
+        steps = list(self.queue)
         write = partial(write_in_flight, steps=steps, world=self.world) if steps else None
         best = self.guard.saving(self.step)
         state = {"version": self.version, **self.guard.state_dict(), **self.sampler.state_dict()}
@@ -277,34 +266,14 @@ class Trainer:
             if not self.world.from_leader(lambda: same_prompts(self.folder, self.step, self.config)):
                 return  # run.resume=anyway: of other prompts neither the order nor what was learned of each goes on
             self.sampler.load_state_dict(state)
-            steps = read_in_flight(place, self.pool, self.world)
+            steps = read_in_flight(place, self.pool, self.world, self.step)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # without checksums none knew
             raise damaged(place, "run.dir", f"does not hold a run's state ({error!r})") from error
-        self.queue.extend(self._still_of_use(batch, later) for later, batch in enumerate(steps))
-
-    def _still_of_use(self, batch: Waiting, later: int) -> Waiting:
-        """A checkpoint's batch; or its prompts, to be rolled out anew, where the rollouts are not what this run asks.
-
-        Rollouts may be too old by now (``rollout.ahead`` was lowered), or from before their routing was asked for, or
-        before a tree, or have other teachers.
-
-        Args:
-            batch: of ``step + later``.
-            later: steps that are trained before it, each of which may update the weights.
-        """
-        if isinstance(batch, Selection):
-            return batch
-        rollout, routing = self.config.rollout, self.policy.routing is not None
-        oldest = self.version + later - rollout.ahead
-        if isinstance(batch, BrokenOff):
-            fits = all(self.world.gather(batch.made_for(rollout, oldest=oldest, routed=routing)))
-        else:
-            if batch.sequences > 1:
-                check_settings(self.config, batch.sequences)
-            routed = not routing or all(self.world.gather(batch.routed))
-            taught = all(self.world.gather(batch.taught_by(self.config.loss.distillation)))
-            fits = routed and taught and batch.made_for(rollout) and batch.oldest_version >= oldest
-        return batch if fits else batch.selection
+        self.queue.extend(steps)
+        for later, rollouts in enumerate(steps):  # each step that is trained before may update the weights
+            oldest, routed = self.version + later - self.config.rollout.ahead, self.policy.routing is not None
+            if not all(self.world.gather(rollouts.fit(self.config, oldest=oldest, routed=routed))):
+                rollouts.restart()
 
 
 def _is_older(file: Path, than: Path) -> bool:

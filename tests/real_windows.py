@@ -44,7 +44,7 @@ from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Floats, Group, Selection, StepMetadata, StepPlan
-from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
 from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.learner import PolicyLoss
@@ -162,7 +162,7 @@ def train(trainer: Trainer, steps: int) -> None:
 
 def roll_out(trainer: Trainer, step: int) -> Collected:
     """The whole window, generated and scored by the policy as it stands."""
-    return trainer.roll_out(trainer.collector.begin(trainer.pool, WINDOW, step))
+    return trainer.roll_out(StepRollouts(WINDOW, step))
 
 
 def remember(history: PromptHistory, metadata: StepMetadata) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 from unittest import mock
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.types import Completion, Selection, StepPlan
-from megatron_dppo.rollout.collect import Begun, Collected
-from megatron_dppo.rollout.in_flight import RolloutsInFlight
+from megatron_dppo.rl.types import Completion, StepPlan
 from megatron_dppo.rollout.servers.batch import Batch
+from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
 from megatron_dppo.train import Trainer, train
 from tests.ledger import LEDGER, Groups
 
@@ -22,19 +21,19 @@ class Recorded(Trainer):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        begin, answered = self.collector.begin, Batch.prompt_ended
+        request, answered = self.collector.request, Batch.prompt_ended
 
-        def asked(pool: Any, selection: Selection, step: int, again: int = 0, so_far: Any = None) -> Begun:
-            if so_far is None:  # else what was broken off goes on
-                self.note("asked", step=step, prompts=selection.prompt_ids.tolist())
-            return begin(pool, selection, step, again, so_far)
+        def asked(pool: Any, rollouts: StepRollouts, again: int = 0) -> StepRollouts:
+            if rollouts.partial is None:  # else what was broken off goes on
+                self.note("asked", step=rollouts.step, prompts=rollouts.selection.prompt_ids.tolist())
+            return request(pool, rollouts, again)
 
         def was_answered(batch: Batch, index: int) -> None:
             if batch.sampling.samples == self.config.rollout.samples_per_prompt:  # else it is no rollout
                 self.note("answered", prompt=batch.prompts[index].id)
             answered(batch, index)
 
-        self.collector.begin = asked  # type: ignore[method-assign]
+        self.collector.request = asked  # type: ignore[method-assign]
         Batch.prompt_ended = was_answered  # type: ignore[method-assign]
         self.note("began", step=self.step, in_flight=self._in_flight())
 
@@ -56,8 +55,7 @@ class Recorded(Trainer):
 
     def _in_flight(self) -> dict[str, Groups]:
         """What the next steps have already, by step. Collective."""
-        waiting = ((self.step + later, batch) for later, batch in enumerate(self.queue))
-        return {str(step): self._groups(b.rollouts) for step, b in waiting if isinstance(b, RolloutsInFlight)}
+        return {str(each.step): self._groups(each.complete) for each in self.queue if each.complete is not None}
 
     def _groups(self, rollouts: Collected) -> Groups:
         """What all ranks hold of a step. Collective."""

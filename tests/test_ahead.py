@@ -23,8 +23,8 @@ from megatron_dppo.config import (
     TreeConfig,
     replace,
 )
-from megatron_dppo.rl.types import Selection, StepPlan
-from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.rl.types import StepPlan
+from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
 from megatron_dppo.train import Trainer, train
 from tests.ranks import RankPool
 from tests.runs import SAVED, Rows, begin_run, configure, rows, write_run
@@ -201,7 +201,7 @@ def lived(rank: int, size: int, config: Config, dies_at: int) -> Life:
     life = Life([], {})
 
     class Recorded(Mortal):
-        def select(self, step: int) -> Selection:
+        def select(self, step: int) -> StepRollouts:
             life.selected.append(step)
             return super().select(step)
 
@@ -253,7 +253,7 @@ def words_of(rank: int, size: int, config: Config) -> list[str]:
     said: list[str] = []
 
     class Telling(Trainer):
-        def select(self, step: int) -> Selection:
+        def select(self, step: int) -> StepRollouts:
             said.append(f"select {step}")
             return super().select(step)
 
@@ -279,7 +279,7 @@ def words_of(rank: int, size: int, config: Config) -> list[str]:
 
     with ExitStack() as to_close:
         trainer = begin_run(config, Telling, to_close)
-        for word in ("begin", "finish"):
+        for word in ("request", "finish"):
             setattr(trainer.collector, word, told(word, getattr(trainer.collector, word)))
         trainer.run()
     return said
@@ -290,16 +290,16 @@ def test_the_next_step_is_drawn_from_all_that_is_known_and_asked_for_before_this
 ) -> None:
     config = configure(policy, tmp_path / "ahead", ONE, ahead=1, steps=2)
     assert " ".join(ranks.run(1, words_of, config)[0]) == (
-        "sync 0 select 0 begin finish plan 0 select 1 begin train 0 sync 1 finish plan 1 train 1 sync 2"
+        "sync 0 select 0 request finish plan 0 select 1 request train 0 sync 1 finish plan 1 train 1 sync 2"
     )
     config = configure(policy, tmp_path / "two", ONE, ahead=2, steps=4)
     assert " ".join(ranks.run(1, words_of, config)[0]) == (
-        "sync 0 select 0 begin finish plan 0 select 1 begin select 2 begin train 0 sync 1 finish plan 1 select 3 begin "
-        "train 1 sync 2 finish plan 2 train 2 sync 3 finish plan 3 train 3 sync 4"
+        "sync 0 select 0 request finish plan 0 select 1 request select 2 request train 0 sync 1 "
+        "finish plan 1 select 3 request train 1 sync 2 finish plan 2 train 2 sync 3 finish plan 3 train 3 sync 4"
     )
     config = configure(policy, tmp_path / "on-policy", ONE, steps=2)
     assert " ".join(ranks.run(1, words_of, config)[0]) == (
-        "sync 0 select 0 begin finish plan 0 train 0 sync 1 select 1 begin finish plan 1 train 1 sync 2"
+        "sync 0 select 0 request finish plan 0 train 0 sync 1 select 1 request finish plan 1 train 1 sync 2"
     )
 
 

@@ -18,7 +18,7 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.rl.types import StepPlan
-from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.rollout.step_rollouts import Collected
 from megatron_dppo.train import Trainer, train
 from tests.ranks import RankPool
 from tests.runs import REWARD, begin_run, configure, rows, write_run

@@ -30,42 +30,9 @@ from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, Rout
 from megatron_dppo.rollout.engine import Progress, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import Answers, Failures, GroupScoring, check_failures
+from megatron_dppo.rollout.step_rollouts import Collected, Request, StepRollouts
 from megatron_dppo.rollout.teachers import Reading, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Prompts that the engine is at work on for this rank."""
-
-    prompts: Sequence[Prompt]
-    pending: Any
-    """The engine's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A step's rollouts, asked for and not waited for."""
-
-    selection: Selection
-    """Of all ranks."""
-    asked: Asked | Answers
-    """This rank's share; offline rollouts are answers already."""
-    step: int
-    """That is to train on them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """A step's rollouts, seen from one rank."""
-
-    held: dict[int, Group]
-    """The groups whose tokens this rank has, by row of ``metadata``."""
-    metadata: StepMetadata
-    """Of all ranks."""
-    metrics: dict[str, float]
-    """``rollout/…`` and ``reward/…``, the same on every rank."""
-    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,40 +87,43 @@ class Collector:
         self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
         self._stops, self._routing, self._offline, self._teachers = stop_token_ids, routing, offline, teachers
 
-    def begin(
-        self, pool: PromptPool, selection: Selection, step: int, again: int = 0, so_far: Progress | None = None
-    ) -> Begun:
-        """Ask the engine for this rank's share of a selection, or for what is missing from ``so_far``; ``again`` counts
-        the earlier selections of the step."""
-        rollout, prompts = self._config.rollout, [pool[int(p)] for p in selection.prompt_ids[self._mine(selection)]]
+    def request(self, pool: PromptPool, rollouts: StepRollouts, again: int = 0) -> StepRollouts:
+        """Ask the engine for this rank's share of a step's rollouts, or for what is missing of it. ``again`` counts the
+        earlier selections of the step."""
+        selection, rollout = rollouts.selection, self._config.rollout
+        prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine(selection)]]
         if self._offline is not None:
-            return Begun(selection, _offline_answers(prompts, self._offline), step)
-        asked = self.ask(
+            rollouts.requested = _offline_answers(prompts, self._offline)
+            return rollouts
+        rollouts.requested = self.ask(
             prompts,
             samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
-            seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
+            seed=engine_seed(self._config.run.seed, rollouts.step, Purpose.SAMPLING, again),
             routing=self._routing,
             branches=rollout.tree.branches,
-            so_far=so_far,
+            progress=rollouts.partial,
         )
-        return Begun(selection, asked, step)
+        return rollouts
 
-    def break_off(self, begun: Sequence[Begun]) -> list[Progress] | None:
-        """How far batches are, which are then not to be finished; None: they are. Collective."""
-        asked = [batch.asked.pending for batch in begun if isinstance(batch.asked, Asked)]
-        return self._engine.break_off(asked) if asked else None
+    def break_off(self, under_way: Sequence[StepRollouts]) -> bool:
+        """Break off rollouts, which then know how far they are. False: the engine is to finish them. Collective."""
+        requests = [each.requested.pending for each in under_way if isinstance(each.requested, Request)]
+        progress = self._engine.break_off(requests) if requests else None
+        for rollouts, so_far in zip(under_way, progress or (), strict=progress is not None):
+            rollouts.partial, rollouts.requested = so_far, None
+        return progress is not None
 
-    def finish(self, begun: Begun) -> Round:
-        """Wait for what was begun, and score it. Collective.
+    def finish(self, rollouts: StepRollouts) -> Round:
+        """Wait for what was requested, and score it. Collective.
 
         Raises:
             UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
         """
-        selection = begun.selection
+        selection, requested = rollouts.selection, rollouts.requested
+        assert requested is not None
         total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
-        asked = begun.asked
-        answers = self._read(asked) if isinstance(asked, Answers) else self.answers(asked, of_all=total)
+        answers = self._read(requested) if isinstance(requested, Answers) else self.answers(requested, of_all=total)
         rollout = self._config.rollout
         if rollout.conversation or rollout.custom_generate or rollout.engine_function:  # others make one sequence
             look = partial(check_sequences, self._config, answers.prompts, answers.completions)
@@ -202,8 +172,8 @@ class Collector:
         seed: int,
         routing: RoutingShape | None = None,
         branches: tuple[BranchConfig, ...] = (),
-        so_far: Progress | None = None,
-    ) -> Asked:
+        progress: Progress | None = None,
+    ) -> Request:
         """Have the engine begin with completions of this rank's prompts (there may be none), or go on with them."""
         sampling = Sampling(
             samples=samples,
@@ -214,11 +184,11 @@ class Collector:
             routing=routing,
             branches=branches,
         )
-        if so_far is not None:
-            return Asked(prompts, self._engine.go_on(prompts, sampling, so_far))
-        return Asked(prompts, self._engine.begin(prompts, sampling))
+        if progress is not None:
+            return Request(prompts, self._engine.go_on(prompts, sampling, progress))
+        return Request(prompts, self._engine.begin(prompts, sampling))
 
-    def answers(self, asked: Asked, *, of_all: int) -> Answers:
+    def answers(self, asked: Request, *, of_all: int) -> Answers:
         """Wait for the completions of this rank's prompts, and have them scored, and read, as they come. Collective.
 
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import count, islice, repeat, takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +20,11 @@ from zipfile import BadZipFile
 import numpy as np
 
 from megatron_dppo.bridge.checkpoint_folder import damaged
-from megatron_dppo.config import DistillationConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
-from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.engine import Progress, SoFar
+from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
 
 FOLDER = "rollouts"
 _STEP = "step.npz"
@@ -33,96 +32,25 @@ _CHOSEN = "selection."
 _RANKS = "broken_off_by_ranks"
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutsInFlight:
-    """A step's rollouts, waited for before the step."""
-
-    selection: Selection
-    rollouts: Collected
-
-    def made_for(self, rollout: RolloutConfig) -> bool:
-        """Whether these are as many completions to a prompt, with as many levels of forks and roles, as ``rollout``
-        asks for."""
-        known = self.rollouts.metadata
-        asked = rollout.samples_per_prompt, len(rollout.tree.branches), len(rollout.roles)
-        return (known.rewards.shape[1], known.forks.shape[2], known.roles.shape[2]) == asked
-
-    @property
-    def oldest_version(self) -> int:
-        """Of the weights that have made any of these tokens."""
-        known = self.rollouts.metadata
-        return int(known.versions.min(initial=np.iinfo(np.int64).max))
-
-    @property
-    def sequences(self) -> int:
-        """Of the completion that has most."""
-        return 1 + self.rollouts.metadata.further_lengths.shape[2]
-
-    @property
-    def routed(self) -> bool:
-        """Whether every completion on this rank came with its routing."""
-        return all(c.routing is not None for group in self.rollouts.held.values() for c in group.completions)
-
-    def taught_by(self, distillation: DistillationConfig) -> bool:
-        """Whether the groups on this rank have these teachers, and the servers among them have read theirs."""
-        of_rows = self.rollouts.metadata.teacher
-        return all(
-            of_rows[row] == distillation.model_of(source := group.prompt.data_source)
-            and all((c.teacher_logprobs is not None) == distillation.served(source) for c in group.completions)
-            for row, group in self.rollouts.held.items()
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class BrokenOff:
-    """A step's rollouts, as far as they are."""
-
-    selection: Selection
-    so_far: Progress
-    """Of this rank's prompts."""
-
-    def made_for(self, rollout: RolloutConfig, *, oldest: int, routed: bool) -> bool:
-        """Whether this rank may go on with them.
-
-        Args:
-            rollout: its limit may have been lowered since.
-            oldest: version before which no token may have been made.
-            routed: whether the routing of tokens is asked for.
-        """
-        limit = rollout.max_response_tokens
-        return all(
-            len(one.completion.token_ids) < limit + one.ended
-            and one.completion.oldest_version >= oldest
-            and (one.completion.routing is not None or not one.ended) >= routed  # the rest's tells of all before it
-            for each in self.so_far.values()
-            for one in each
-        )
-
-
-Waiting = Selection | BrokenOff | RolloutsInFlight
-"""What a checkpoint holds of a step that is not trained on yet."""
-
-
-def write_in_flight(place: Path, steps: Sequence[Waiting], world: World) -> None:
+def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) -> None:
     """Write into a checkpoint's folder what the next steps have, in their order: this rank's groups, and on the leader
     what goes for all. Not collective."""
     for number, batch in enumerate(steps):
         folder = _folder(place, number)
         folder.mkdir(exist_ok=True)
-        selection, known = batch, {}
-        if isinstance(batch, RolloutsInFlight):
-            selection, rollouts = batch.selection, batch.rollouts
+        known: dict[str, Any] = {}
+        if (rollouts := batch.complete) is not None:
             words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
             known = {"words": np.array(words), **asdict(rollouts.metadata)}
             _save(_file(folder, world.rank), _tokens(rollouts.held))
-        elif isinstance(batch, BrokenOff):
-            selection, known = batch.selection, {_RANKS: np.array(world.size)}
-            _save(_file(folder, world.rank), _parts(batch.so_far))
+        elif batch.partial is not None:
+            known = {_RANKS: np.array(world.size)}
+            _save(_file(folder, world.rank), _parts(batch.partial))
         if world.leads:
-            _save(folder / _STEP, known | {_CHOSEN + name: value for name, value in asdict(selection).items()})
+            _save(folder / _STEP, known | {_CHOSEN + name: value for name, value in asdict(batch.selection).items()})
 
 
-def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Waiting]:
+def read_in_flight(place: Path, pool: Sequence[Prompt], world: World, step: int) -> list[StepRollouts]:
     """What a checkpoint holds of the next steps, in their order. Collective.
 
     Ranks keep their groups where there are as many of them as there were; else every rank takes each n-th.
@@ -130,6 +58,7 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Wa
     Args:
         place: the checkpoint.
         pool: of the run that wrote it.
+        step: the next one.
 
     Raises:
         UserError: on every rank, if the pool's prompts are other ones, or a file is damaged.
@@ -138,20 +67,22 @@ def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Wa
     stored = world.from_leader(
         lambda: [_arrays(folder / _STEP) for folder in takewhile(lambda folder: (folder / _STEP).exists(), folders)]
     )
-    return [_read(_folder(place, number), arrays, pool, world) for number, arrays in enumerate(stored)]
+    return [_read(_folder(place, k), arrays, pool, world, step + k) for k, arrays in enumerate(stored)]
 
 
-def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World) -> Waiting:
+def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World, step: int) -> StepRollouts:
     place = folder.parent
     chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
     selection = Selection(**chosen | {"window": int(chosen["window"])})
+    rollouts = StepRollouts(selection, step)
     if _RANKS in stored:
         share = set(selection.prompt_ids[world.rank :: world.size].tolist())  # as the collector asks for them
         files = [_file(folder, writer) for writer in range(int(stored[_RANKS]))]
         found = world.together(lambda: [_so_far(_arrays(file), share) for file in files], what="rollouts broken off")
-        return BrokenOff(selection, {prompt: known for each in found for prompt, known in each.items()})
+        rollouts.partial = {prompt: known for each in found for prompt, known in each.items()}
+        return rollouts
     if "words" not in stored:
-        return selection
+        return rollouts
     words = json.loads(str(stored["words"]))
     if missing := [field.name for field in fields(StepMetadata) if field.name not in stored]:
         problem = f"its rollouts were written by another version of this package, without {', '.join(missing)}"
@@ -172,7 +103,8 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
         return held
 
     held = world.together(mine, what="rollouts in the checkpoint")
-    return RolloutsInFlight(selection, Collected(held, metadata, words["metrics"], tuple(words["notes"])))
+    rollouts.complete = Collected(held, metadata, words["metrics"], tuple(words["notes"]))
+    return rollouts
 
 
 def _folder(place: Path, number: int) -> Path:

@@ -18,7 +18,7 @@ from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.census import Census
 from megatron_dppo.rl.types import StepPlan
-from megatron_dppo.rollout.collect import Collected
+from megatron_dppo.rollout.step_rollouts import Collected
 from megatron_dppo.trainer.collapse import Best
 from megatron_dppo.trainer.fingerprints import functions_without_text
 from megatron_dppo.trainer.idle_settings import idle_settings

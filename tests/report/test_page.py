@@ -67,14 +67,6 @@ def test_a_run_has_every_section_with_its_figures(tmp_path: Path) -> None:
     assert shown.values("data-axis") == ["1", "2", "3", "4"]
 
 
-def test_a_run_says_within_which_bounds_prompts_were_given_completions(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    assert "64 prompts × 8 samples · seed" in write(folder).text
-    settings = folder / "config.yaml"
-    settings.write_text(settings.read_text().replace("    rule: equal", "    rule: neyman"))
-    assert "64 prompts × 8 samples (4 to 16) · seed" in write(folder).text
-
-
 def test_policies_with_and_without_a_refit_are_lines_of_their_own(tmp_path: Path) -> None:
     alike = {"method": "width", "score": "activation", "weights": 7.0}
     rows = [{"name": "plain", **alike, "loss_after": 0.5}]  # as sweeps wrote it before there was a refit

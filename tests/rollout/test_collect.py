@@ -18,9 +18,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, RoutingShape, Score, Selection, StepMetadata, VersionSpan
-from megatron_dppo.rollout.collect import Collected, Collector
+from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import Completions, Look, Sampling
 from megatron_dppo.rollout.metadata import staleness
+from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,
@@ -61,7 +62,7 @@ def fresh_workers() -> Iterator[RewardWorkers]:
 
 
 def collect(collector: Collector, pool: PromptPool, selection: Selection, step: int) -> Collected:
-    return collector.collected([collector.finish(collector.begin(pool, selection, step))])
+    return collector.collected([collector.finish(collector.request(pool, StepRollouts(selection, step)))])
 
 
 @dataclass
@@ -297,9 +298,6 @@ def test_metrics_of_a_step_written_out(bench: Bench) -> None:
         "rollout/response_len/max": 20.0,
         "rollout/truncated_ratio": pytest.approx(1 / 6),
         "rollout/zero_std/ratio": 1 / 2,
-        "rollout/samples_per_prompt/min": 3.0,
-        "rollout/samples_per_prompt/max": 3.0,
-        "rollout/samples_per_prompt/mean": 3.0,
         "rollout/generated_tokens": 61.0,
         "rollout/unique_tokens": 61.0,
         "rollout/dropped_groups": 0.0,
@@ -363,7 +361,7 @@ def test_engine_is_asked_as_configured_with_a_seed_of_the_step(bench: Bench) -> 
     seeds = []
     for step, seed in ((0, 5), (0, 5), (1, 5), (0, 6)):
         config = replace(collect_config(), run=RunConfig(seed=seed))
-        bench.collector({3: MIXED, 1: MIXED}, config).begin(pool_of(5), selection, step)
+        bench.collector({3: MIXED, 1: MIXED}, config).request(pool_of(5), StepRollouts(selection, step))
         ((asked, sampling),) = bench.engine.asked
         assert asked == [3, 1]
         assert (sampling.samples, sampling.max_tokens, sampling.temperature) == (SAMPLES, LIMIT_TOKENS, 0.7)

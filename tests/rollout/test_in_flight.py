@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_dppo.config import BranchConfig, DistillationConfig, RolloutConfig, TreeConfig
+from megatron_dppo.config import BranchConfig, Config, DistillationConfig, LossConfig, RolloutConfig, TreeConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks, no_roles
-from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.engine import SoFar
-from megatron_dppo.rollout.in_flight import BrokenOff, RolloutsInFlight, read_in_flight, write_in_flight
+from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
+from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
 PROMPTS = (8, 1, 5, 3, 7)
@@ -48,7 +49,7 @@ def group_of(prompt: int, *, routed: bool = False, samples: int = 3) -> Group:
     return Group(pool_of(10)[prompt], tuple(completions), rng.random(samples))
 
 
-def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
+def batch_of(world: World, *, routed: bool = False) -> StepRollouts:
     groups = {prompt: group_of(prompt, routed=routed) for prompt in PROMPTS[world.rank :: world.size]}
     shape = (len(groups), 3)
     part = StepMetadata(
@@ -71,7 +72,7 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
     )
     metadata = gather_metadata(world.gather(part), window=11.7)
     held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-    return RolloutsInFlight(SELECTION, Collected(held, metadata, METRICS, ("a note",)))
+    return StepRollouts(SELECTION, 5, complete=Collected(held, metadata, METRICS, ("a note",)))
 
 
 def same_group(ours: Group, expected: Group) -> bool:
@@ -97,36 +98,49 @@ def same_group(ours: Group, expected: Group) -> bool:
     )
 
 
-def read(world: World, place: Path) -> RolloutsInFlight:
-    [batch] = read_in_flight(place, pool_of(10), world)
-    assert isinstance(batch, RolloutsInFlight)
+def read(world: World, place: Path) -> StepRollouts:
+    [batch] = read_in_flight(place, pool_of(10), world, 5)
+    assert batch.complete is not None and batch.step == 5
     return batch
+
+
+def fits(batch: StepRollouts, *, oldest: int = 0, routed: bool = False, **rollout: Any) -> bool:
+    """Whether a run without teachers may go on with a batch."""
+    if (whole := batch.complete) is not None:
+        held = {row: replace(g, completions=tuple(map(untaught, g.completions))) for row, g in whole.held.items()}
+        batch = replace(batch, complete=replace(whole, held=held))
+    asked = RolloutConfig(**{"samples_per_prompt": 3} | rollout)
+    return batch.fit(Config(rollout=asked), oldest=oldest, routed=routed)
+
+
+def untaught(completion: Completion) -> Completion:
+    return replace(completion, teacher_logprobs=None)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (2, 3), (3, 1), (2, 7), (7, 2)])
 def test_every_group_comes_back_once_and_bit_by_bit(writers: int, readers: int, tmp_path: Path) -> None:
     written = as_ranks(writers, lambda world: wrote(world, tmp_path))
     back = as_ranks(readers, lambda world: read(world, tmp_path))
-    expected = written[0].rollouts.metadata
+    expected = written[0].complete.metadata
     for rank, batch in enumerate(back):
-        known = batch.rollouts.metadata
-        assert (batch.rollouts.metrics, batch.rollouts.notes) == (METRICS, ("a note",))
+        known = batch.complete.metadata
+        assert (batch.complete.metrics, batch.complete.notes) == (METRICS, ("a note",))
         np.testing.assert_array_equal(batch.selection.prompt_ids, SELECTION.prompt_ids)
         np.testing.assert_array_equal(batch.selection.inclusion, SELECTION.inclusion)
         assert batch.selection.window == 12
         for field in set(StepMetadata.__slots__) - {"owners"}:
             np.testing.assert_array_equal(getattr(known, field), getattr(expected, field))
-        assert sorted(batch.rollouts.held) == np.flatnonzero(known.owners == rank).tolist()
+        assert sorted(batch.complete.held) == np.flatnonzero(known.owners == rank).tolist()
         if writers == readers:
-            assert batch.rollouts.held.keys() == written[rank].rollouts.held.keys()
-        for row, group in batch.rollouts.held.items():
+            assert batch.complete.held.keys() == written[rank].complete.held.keys()
+        for row, group in batch.complete.held.items():
             assert same_group(group, group_of(int(expected.prompt_ids[row])))
-    assert sorted(row for batch in back for row in batch.rollouts.held) == list(range(len(PROMPTS)))
-    counts = [len(batch.rollouts.held) for batch in back]
+    assert sorted(row for batch in back for row in batch.complete.held) == list(range(len(PROMPTS)))
+    counts = [len(batch.complete.held) for batch in back]
     assert writers == readers or max(counts) - min(counts) <= 1
 
 
-def wrote(world: World, place: Path, *, routed: bool = False) -> RolloutsInFlight:
+def wrote(world: World, place: Path, *, routed: bool = False) -> StepRollouts:
     batch = batch_of(world, routed=routed)
     write_in_flight(place, [batch], world)
     return batch
@@ -136,9 +150,9 @@ def wrote(world: World, place: Path, *, routed: bool = False) -> RolloutsInFligh
 def test_routing_comes_back_where_there_was_any(routed: bool, tmp_path: Path) -> None:
     as_ranks(2, lambda world: wrote(world, tmp_path, routed=routed))
     for batch in as_ranks(7, lambda world: read(world, tmp_path)):
-        assert not batch.rollouts.held or batch.routed == routed
-        for row, group in batch.rollouts.held.items():
-            assert same_group(group, group_of(int(batch.rollouts.metadata.prompt_ids[row]), routed=routed))
+        assert not batch.complete.held or fits(batch, routed=True) == routed
+        for row, group in batch.complete.held.items():
+            assert same_group(group, group_of(int(batch.complete.metadata.prompt_ids[row]), routed=routed))
 
 
 @pytest.mark.parametrize(
@@ -148,9 +162,11 @@ def test_a_batch_knows_whether_its_teachers_are_those_of_the_run(teacher: str | 
     batch = batch_of(world_of(1, 0))
 
     def of(prompt: int) -> bool:
-        rows = {row: group for row, group in batch.rollouts.held.items() if group.prompt.id == prompt}
-        alone = replace(batch, rollouts=replace(batch.rollouts, held=rows))
-        return alone.taught_by(DistillationConfig(teachers={"here": teacher}))
+        rows = {row: group for row, group in batch.complete.held.items() if group.prompt.id == prompt}
+        alone = replace(batch, complete=replace(batch.complete, held=rows))
+        loss = LossConfig(distillation=DistillationConfig(teachers={"here": teacher}))
+        rollout = RolloutConfig(samples_per_prompt=3)
+        return alone.fit(Config(loss=loss, rollout=rollout), oldest=0, routed=False)
 
     odd, even = (next(p for p in PROMPTS if p % 2 == rest) for rest in (1, 0))
     assert (of(odd), of(even)) == (read, unread)
@@ -162,31 +178,31 @@ def test_several_steps_come_back_in_their_order(writers: int, readers: int, tmp_
     drawn = Selection(np.array([4, 2]), np.array([0.3, 1.0]), 2)
 
     def write(world: World) -> None:
-        write_in_flight(tmp_path, [batch_of(world), batch_of(world), drawn], world)
+        write_in_flight(tmp_path, [batch_of(world), batch_of(world), StepRollouts(drawn, 7)], world)
 
     as_ranks(writers, write)
-    for first, second, third in as_ranks(readers, lambda world: read_in_flight(tmp_path, pool_of(10), world)):
-        assert isinstance(first, RolloutsInFlight) and isinstance(second, RolloutsInFlight)
-        assert [first.oldest_version, second.oldest_version] == [3, 3]
+    for first, second, third in as_ranks(readers, lambda world: read_in_flight(tmp_path, pool_of(10), world, 5)):
+        assert [first.step, second.step, third.step] == [5, 6, 7]
+        assert [fits(batch, oldest=oldest) for batch in (first, second) for oldest in (3, 4)] == [True, False] * 2
         for batch in (first, second):
-            for row, group in batch.rollouts.held.items():
-                assert same_group(group, group_of(int(batch.rollouts.metadata.prompt_ids[row])))
-        assert isinstance(third, Selection) and third.window == 2
+            for row, group in batch.complete.held.items():
+                assert same_group(group, group_of(int(batch.complete.metadata.prompt_ids[row])))
+        assert third.complete is third.partial is None and third.selection.window == 2
         for field in ("prompt_ids", "inclusion"):
-            np.testing.assert_array_equal(getattr(third, field), getattr(drawn, field))
+            np.testing.assert_array_equal(getattr(third.selection, field), getattr(drawn, field))
 
 
 def test_a_checkpoint_without_a_batch_has_none(tmp_path: Path) -> None:
-    assert read_in_flight(tmp_path, pool_of(10), world_of(1, 0)) == []
+    assert read_in_flight(tmp_path, pool_of(10), world_of(1, 0), 5) == []
 
 
 def test_a_batch_all_of_whose_groups_failed_comes_back_empty(tmp_path: Path) -> None:
     world = world_of(1, 0)
     batch = batch_of(world)
-    fields = {name: getattr(batch.rollouts.metadata, name) for name in StepMetadata.__slots__}
+    fields = {name: getattr(batch.complete.metadata, name) for name in StepMetadata.__slots__}
     empty = StepMetadata(**{name: v if name == "window" else v[:0] for name, v in fields.items()})
-    write_in_flight(tmp_path, [replace(batch, rollouts=replace(batch.rollouts, held={}, metadata=empty))], world)
-    back = read(world, tmp_path).rollouts
+    write_in_flight(tmp_path, [replace(batch, complete=replace(batch.complete, held={}, metadata=empty))], world)
+    back = read(world, tmp_path).complete
     assert (back.held, back.metadata.rewards.shape, back.metadata.window) == ({}, (0, 3), 11.7)
 
 
@@ -219,25 +235,24 @@ def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
 
     def write(world: World) -> None:
         mine = SELECTION.prompt_ids[world.rank :: world.size].tolist()
-        broken_off = BrokenOff(SELECTION, {prompt: known(prompt) for prompt in mine})
-        write_in_flight(tmp_path, [broken_off, SELECTION], world)
+        broken_off = StepRollouts(SELECTION, 5, partial={prompt: known(prompt) for prompt in mine})
+        write_in_flight(tmp_path, [broken_off, StepRollouts(SELECTION, 6)], world)
 
     as_ranks(writers, write)
-    backs = as_ranks(readers, lambda world: read_in_flight(tmp_path, pool_of(10), world))
+    backs = as_ranks(readers, lambda world: read_in_flight(tmp_path, pool_of(10), world, 5))
     for rank, (back, drawn) in enumerate(backs):
-        assert isinstance(back, BrokenOff) and isinstance(drawn, Selection)
+        assert back.complete is drawn.complete is drawn.partial is None
         np.testing.assert_array_equal(back.selection.prompt_ids, SELECTION.prompt_ids)
-        assert back.so_far.keys() == {p for p in SELECTION.prompt_ids[rank::readers].tolist() if p % 4}
-        for prompt, each in back.so_far.items():
+        assert back.partial.keys() == {p for p in SELECTION.prompt_ids[rank::readers].tolist() if p % 4}
+        for prompt, each in back.partial.items():
             assert [(one.slot, one.ended) for one in each] == [(one.slot, one.ended) for one in known(prompt)]
             group = group_in(prompt)
             ours = replace(group, completions=tuple(one.completion for one in each))
             assert same_group(ours, replace(group, completions=group.completions[: len(each)]))
     first = backs[0][0]
-    assert isinstance(first, BrokenOff)
-    for oldest, limit, wanted, fits in ((3, 9, False, True), (4, 9, False, False), (3, 3, False, False)):
-        assert first.made_for(RolloutConfig(max_response_tokens=limit), oldest=oldest, routed=wanted) == fits
-    assert first.made_for(RolloutConfig(), oldest=0, routed=True) == routed
+    for oldest, limit, expected in ((3, 9, True), (4, 9, False), (3, 3, False)):
+        assert fits(first, oldest=oldest, max_response_tokens=limit) == expected
+    assert fits(first, routed=True) == routed
 
 
 def test_sequences_come_back(tmp_path: Path) -> None:
@@ -251,14 +266,14 @@ def test_sequences_come_back(tmp_path: Path) -> None:
         groups = {prompt: cut(prompt) for prompt in PROMPTS}
         metadata = gather_metadata([metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, 0)], window=11.7)
         held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist())}
-        write_in_flight(tmp_path, [RolloutsInFlight(SELECTION, Collected(held, metadata, METRICS, ()))], world)
+        write_in_flight(tmp_path, [StepRollouts(SELECTION, 5, complete=Collected(held, metadata, METRICS, ()))], world)
         return metadata
 
     [metadata] = as_ranks(1, write)
     [batch] = as_ranks(1, lambda world: read(world, tmp_path))
-    np.testing.assert_array_equal(batch.rollouts.metadata.further_lengths, metadata.further_lengths)
+    np.testing.assert_array_equal(batch.complete.metadata.further_lengths, metadata.further_lengths)
     assert metadata.further_lengths.shape[2] == 2
-    assert all(same_group(group, cut(group.prompt.id)) for group in batch.rollouts.held.values())
+    assert all(same_group(group, cut(group.prompt.id)) for group in batch.complete.held.values())
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3)])
@@ -276,17 +291,16 @@ def test_roles_come_back_with_their_rewards(writers: int, readers: int, tmp_path
         part = metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, world.rank, role_rewards=rewards)
         metadata = gather_metadata(world.gather(part), window=11.7)
         held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-        batch = RolloutsInFlight(SELECTION, Collected(held, metadata, METRICS, ()))
+        batch = StepRollouts(SELECTION, 5, complete=Collected(held, metadata, METRICS, ()))
         write_in_flight(tmp_path, [batch], world)
         return metadata
 
     metadata = as_ranks(writers, write)[0]
     for batch in as_ranks(readers, lambda world: read(world, tmp_path)):
-        np.testing.assert_array_equal(batch.rollouts.metadata.roles, metadata.roles)
-        for row, group in batch.rollouts.held.items():
+        np.testing.assert_array_equal(batch.complete.metadata.roles, metadata.roles)
+        for row, group in batch.complete.held.items():
             assert same_group(group, in_roles(int(metadata.prompt_ids[row])))
-        for roles, fits in ((("a", "b"), True), ((), False)):
-            assert batch.made_for(RolloutConfig(samples_per_prompt=3, roles=roles)) == fits
+        assert [fits(batch, roles=roles) for roles in (("a", "b"), ())] == [True, False]
 
 
 def test_forks_come_back_with_their_weights(tmp_path: Path) -> None:
@@ -299,22 +313,21 @@ def test_forks_come_back_with_their_weights(tmp_path: Path) -> None:
                 replace(c, forks=(1, 2 + i), fork_weights=(1.0, i / 3)) for i, c in enumerate(g.completions)
             ),
         )
-        for row, g in batch.rollouts.held.items()
+        for row, g in batch.complete.held.items()
     }
     forks = np.zeros((len(PROMPTS), 3, 2), FORK)
     forks["at"], forks["weight"] = np.arange(3)[:, None] + [1, 2], np.random.default_rng(0).random(forks.shape)
-    metadata = replace(batch.rollouts.metadata, forks=forks)
-    write_in_flight(tmp_path, [replace(batch, rollouts=replace(batch.rollouts, held=held, metadata=metadata))], world)
+    metadata = replace(batch.complete.metadata, forks=forks)
+    write_in_flight(tmp_path, [replace(batch, complete=replace(batch.complete, held=held, metadata=metadata))], world)
     back = read(world, tmp_path)
-    np.testing.assert_array_equal(back.rollouts.metadata.forks, forks)
-    for row, group in back.rollouts.held.items():
+    np.testing.assert_array_equal(back.complete.metadata.forks, forks)
+    for row, group in back.complete.held.items():
         assert [c.forks for c in group.completions] == [c.forks for c in held[row].completions]
         assert [c.fork_weights for c in group.completions] == [c.fork_weights for c in held[row].completions]
     branches = (BranchConfig(at=1), BranchConfig(at=2))
-    flat = RolloutConfig(samples_per_prompt=3)
-    asked = [flat, *(flat.model_copy(update={"tree": TreeConfig(roots=2, branches=branches[:n])}) for n in (1, 2))]
-    assert [back.made_for(rollout) for rollout in asked] == [False, False, True]
-    assert [batch.made_for(rollout) for rollout in asked] == [True, False, False]
+    trees = [TreeConfig(roots=2, branches=branches[:levels]) for levels in (0, 1, 2)]
+    assert [fits(back, tree=tree) for tree in trees] == [False, False, True]
+    assert [fits(batch, tree=tree) for tree in trees] == [True, False, False]
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-99])])
@@ -335,4 +348,4 @@ def test_a_damaged_file_is_told_on_every_rank(damage: Callable[[Path], None], tm
 def test_another_pool_is_refused(pool: list, tmp_path: Path) -> None:
     wrote(world_of(1, 0), tmp_path)
     with pytest.raises(UserError, match="no such prompt is in the pool"):
-        read_in_flight(tmp_path, pool, world_of(1, 0))
+        read_in_flight(tmp_path, pool, world_of(1, 0), 5)

@@ -25,6 +25,7 @@ from megatron_dppo.rl.types import Completion, Prompt, Selection, VersionSpan
 from megatron_dppo.rollout import teachers
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import Completions, Look
+from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.rollout.teachers import Reading, TeacherServers
 from tests.rollout.scripted import (
     SAMPLES,
@@ -207,13 +208,13 @@ def test_a_step_s_rollouts_are_read_while_others_are_generated_and_so_are_offlin
         with closing(
             Collector(config, world_of(1, 0), engine, workers, tokenizer, stops, teachers=servers)
         ) as collector:
-            begun = collector.begin(pool_of(10), chosen, step=0)
+            begun = collector.request(pool_of(10), StepRollouts(chosen, step=0))
             rollouts = collector.collected([collector.finish(begun)])
             assert server.asked == 2 * SAMPLES
             server.asked = 0
-            answers = collector.answers(begun.asked, of_all=6)
+            answers = collector.answers(begun.requested, of_all=6)
             unread = [tuple(dataclasses.replace(c, teacher_logprobs=None) for c in g) for g in answers.completions]
-            offline = dataclasses.replace(begun, asked=dataclasses.replace(answers, completions=unread))
+            offline = dataclasses.replace(begun, requested=dataclasses.replace(answers, completions=unread))
             again = collector.collected([collector.finish(offline)])
     for row, group in rollouts.held.items():
         for sample, c in enumerate(group.completions):

@@ -159,7 +159,6 @@ def converse(
     other: str = "",
     attempts: int = 3,
     setting: str = "custom_generate",
-    counts: tuple[int, ...] = (),
     roles: tuple[str, ...] = (),
 ) -> tuple[Batch, dict, list]:
     """Have a function answer; the batch, the servers that were lost, and what is left in the prompts."""
@@ -181,7 +180,7 @@ def converse(
     dispatcher.serve_from([SglangClient(url, http)])
     extra = [{"other": other, "turns": []} for _ in range(PROMPTS)]
     prompts = [Prompt(i, np.array([7, 8], np.int32), "7 8", "", extra=extra[i]) for i in range(PROMPTS)]
-    sampling = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1, counts=counts)
+    sampling = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
     batch = dispatcher.begin(prompts, sampling, 3)
     batch.wait(60.0)
     lost = dispatcher.take_lost()
@@ -197,12 +196,6 @@ def test_a_judge_s_weights_are_not_the_policy_s(url: str, tmp_path: Path) -> Non
         assert [completion.token_ids.tolist() for completion in group] == [[5, 6]] * SAMPLES
         assert {span.version for completion in group for span in completion.versions} == {3}
         assert {completion.finish_reason for completion in group} == {"stop"}
-
-
-def test_every_prompt_has_its_own_number_of_conversations(url: str, tmp_path: Path) -> None:
-    counts = tuple(1 + prompt % SAMPLES for prompt in range(PROMPTS))
-    batch, _, _ = converse("ask_a_judge", url, tmp_path, other=url.replace("127.0.0.1", "localhost"), counts=counts)
-    assert batch.error is None and [len(group) for group in batch.groups()] == list(counts)
 
 
 def test_a_tool_that_is_down_costs_no_server(url: str, tmp_path: Path) -> None:

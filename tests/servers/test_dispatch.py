@@ -273,14 +273,6 @@ def test_what_is_trained_on_is_as_long_as_what_is_sampled(http: Http, monkeypatc
     assert _p_of_lengths(_lengths_of_batches_ahead(http)) < 0.01
 
 
-def test_every_prompt_is_given_its_own_number_of_samples(http: Http) -> None:
-    server = Script("http://a", http, _answers)
-    batch = _dispatcher(http, server).begin(_prompts(3), replace(SAMPLING, counts=(1, 3, 2)), 5)
-    batch.wait(20.0)
-    assert [len(group) for group in batch.groups()] == [1, 3, 2]
-    assert {ask.token_ids[0]: ask.samples for ask in server.asks} == {1: 1, 2: 3, 3: 2}
-
-
 def test_what_a_dead_server_had_is_asked_again_whole_of_another(http: Http) -> None:
     def dies(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
         server.alive = False

@@ -1,0 +1,110 @@
+"""The rollouts of one step, from the prompts that were drawn to the groups that are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_dppo.config import Config
+from megatron_dppo.rl.sequences import check_settings
+from megatron_dppo.rl.types import Group, Prompt, Selection, StepMetadata
+from megatron_dppo.rollout.engine import Progress
+from megatron_dppo.rollout.scoring import Answers
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Prompts that the engine is at work on for this rank."""
+
+    prompts: Sequence[Prompt]
+    pending: Any
+    """The engine's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A step's complete rollouts, seen from one rank."""
+
+    held: dict[int, Group]
+    """The groups whose tokens this rank has, by row of ``metadata``."""
+    metadata: StepMetadata
+    """Of all ranks."""
+    metrics: dict[str, float]
+    """``rollout/…`` and ``reward/…``, the same on every rank."""
+    notes: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class StepRollouts:
+    """What a run has of a step's rollouts, seen from one rank.
+
+        StepRollouts(Selection(...), step=4)
+
+    is *selected*: its prompts are drawn, and nothing is asked for. With ``partial`` it was broken off, with
+    ``requested`` the engine is at work on it, and with ``complete`` it is ready to be trained on.
+    """
+
+    selection: Selection
+    """Of all ranks."""
+    step: int
+    """That is to train on them."""
+    partial: Progress | None = None
+    """How far this rank's prompts were when they were broken off."""
+    requested: Request | Answers | None = None
+    """This rank's share; offline rollouts are answers already."""
+    complete: Collected | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether they are asked for, and not complete."""
+        return self.requested is not None and self.complete is None
+
+    def restart(self) -> None:
+        """Forget all but the prompts."""
+        self.partial = self.requested = self.complete = None
+
+    def fit(self, config: Config, *, oldest: int, routed: bool) -> bool:
+        """Whether a run with these settings may go on with this rank's share.
+
+        Args:
+            config: of the run. It may ask for other groups, roles, trees or teachers than the one that wrote them.
+            oldest: version before which no token may have been made.
+            routed: whether the routing of tokens is asked for.
+
+        Raises:
+            UserError: a setting knows one sequence, and a completion has several.
+        """
+        if self.complete is not None:
+            return self._complete_fits(self.complete, config, oldest, routed)
+        limit = config.rollout.max_response_tokens
+        return all(
+            len(one.completion.token_ids) < limit + one.ended
+            and one.completion.oldest_version >= oldest
+            and (one.completion.routing is not None or not one.ended) >= routed  # the rest's tells of all before it
+            for each in (self.partial or {}).values()
+            for one in each
+        )
+
+    @staticmethod
+    def _complete_fits(rollouts: Collected, config: Config, oldest: int, routed: bool) -> bool:
+        known, rollout, teaching = rollouts.metadata, config.rollout, config.loss.distillation
+        if (several := known.further_lengths.shape[2]) > 0:
+            check_settings(config, 1 + several)
+        asked = rollout.samples_per_prompt, len(rollout.tree.branches), len(rollout.roles)
+        if (known.rewards.shape[1], known.forks.shape[2], known.roles.shape[2]) != asked:
+            return False
+        if known.versions.min(initial=np.iinfo(np.int64).max) < oldest:
+            return False
+        for row, group in rollouts.held.items():
+            source = group.prompt.data_source
+            if known.teacher[row] != teaching.model_of(source):
+                return False
+            for completion in group.completions:
+                if (completion.teacher_logprobs is not None) != teaching.served(source):
+                    return False
+                if routed and completion.routing is None:
+                    return False
+        return True
