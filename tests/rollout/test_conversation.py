@@ -45,12 +45,12 @@ def finished(turns: Sequence[Turn], *, limit: int = 20) -> Completion:
 
 def test_a_turn_of_ten_million_tokens_is_cut_off_and_foreign_ids_are_named() -> None:
     """In a moment, and wherever they stand."""
-    began = time.monotonic()
+    began = time.process_time()
     endless = completed([FIRST, [5] * 10_000_000], PROMPT, SUMMED, 20)
     assert (len(endless.token_ids), endless.finish_reason) == (20, "length")
     many = completed([FIRST, *([[5]] * 1_000_000)], PROMPT, SUMMED, 20)
     assert (many.token_ids.tolist(), many.finish_reason) == (endless.token_ids.tolist(), "length")
-    assert time.monotonic() - began < 10.0
+    assert time.process_time() - began < 10.0
     for token in (9, -1, 1 << 40):
         with pytest.raises(
             UnusableError, match=f"a turn 1 with the token id {token}; the policy's vocabulary has 9 tokens"

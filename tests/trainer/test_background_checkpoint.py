@@ -44,6 +44,11 @@ def in_background(folder: Path, layout: LayoutConfig, **settings: Any) -> Config
     return replace(config, run=replace(config.run, checkpoint_in_background=True))
 
 
+AT_BIRTH: list[int] = []
+"""Signals that a child of this process sends itself as soon as it is forked: before its writer can be done."""
+os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), each) for each in AT_BIRTH])
+
+
 def train_while_it_is_written(
     rank: int, size: int, config: Config, signals: int | None
 ) -> tuple[int | None, int | None]:
@@ -55,10 +60,9 @@ def train_while_it_is_written(
     for step in range(3):
         learner.learn(plan_for(world, config, metadata), held, step=step + 1, version=0)
         if step == 0:
+            AT_BIRTH[:] = [] if signals is None else [signals]
             checkpoints.save(policy.actor, 1, STATE)
-            for child in psutil.Process().children():
-                if signals is not None:
-                    child.send_signal(signals)
+            AT_BIRTH.clear()
     folder = Path(config.run.dir, "checkpoints")
     world.wait_for_all("updates")
     before = latest_step(folder)
