@@ -30,13 +30,12 @@ import cloudpickle
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, replace
 from megatron_dppo.config.types import AnySection, Command
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_folder, policy_in
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
-from megatron_dppo.observe.metrics import FILE, read_metrics, read_rows
+from megatron_dppo.observe.metrics import RowFollower, read_metrics
 from megatron_dppo.plugins.loading import load_function, source_of
 from megatron_dppo.process.files import replace_text, replacing_file
 from megatron_dppo.process.lock import refuse_if_held
@@ -252,7 +251,7 @@ def train(
     )
     if on_step is not None:
         _check_call("on_step", on_step, 1)
-    follower = _Follower(folder, on_step)
+    follower = RowFollower(folder, on_step)
     code = _run("train", config, follower.look)
     follower.look()
     return Run(folder, finished=code == 0)
@@ -383,27 +382,3 @@ def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnyS
     if isinstance(section, PromptPruningConfig | CompletionPruningConfig):
         changes["rule"] = "neyman"  # whose place the function takes
     return replace(section, **changes)
-
-
-class _Follower:
-    """Tells of rows of ``metrics.jsonl`` as they come."""
-
-    def __init__(self, folder: Path, callback: Callable[[Row], object] | None) -> None:
-        self._file, self._callback = folder / FILE, callback
-        done = latest_step(folder / "checkpoints")
-        self._last, self._size = -1 if done is None else done, 0
-        self._before = self._file.stat().st_ino if self._file.exists() else None
-
-    def look(self) -> None:
-        if self._callback is None:
-            return
-        now = self._file.stat() if self._file.exists() else None
-        if now is None or now.st_ino == self._before:
-            return  # the run has not replaced the file yet, by one without the rows of steps that it takes again
-        if now.st_size == self._size:
-            return
-        self._size = now.st_size
-        for row in read_rows(self._file):
-            if row["step"] > self._last:
-                self._last = row["step"]
-                self._callback(row)

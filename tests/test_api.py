@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_dppo.api import (
     RunFailedError,
-    _Follower,
     evaluate,
     load_config,
     plan_step,
@@ -39,6 +38,7 @@ from megatron_dppo.config import (
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch.processes import FirstFailure, run_ranks
 from megatron_dppo.launch.start import start_ranks
+from megatron_dppo.observe.metrics import RowFollower
 from megatron_dppo.rl.losses import Tokens
 from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates
@@ -236,7 +236,7 @@ def test_rows_of_steps_that_are_taken_again_are_not_told(tmp_path: Path):
     told: list[dict[str, float]] = []
     file, draft = tmp_path / "metrics.jsonl", tmp_path / "draft"
     file.write_text('{"step": 1, "of": 1}\n{"step": 2, "of": 1}\n')
-    follower = _Follower(tmp_path, told.append)
+    follower = RowFollower(tmp_path, told.append)
     follower.look()
     draft.write_text('{"step": 1, "of": 2}\n')
     draft.replace(file)
@@ -246,7 +246,7 @@ def test_rows_of_steps_that_are_taken_again_are_not_told(tmp_path: Path):
 
 def test_rows_are_told_once_and_whole(tmp_path: Path):
     told: list[dict[str, float]] = []
-    follower, file = _Follower(tmp_path, told.append), tmp_path / "metrics.jsonl"
+    follower, file = RowFollower(tmp_path, told.append), tmp_path / "metrics.jsonl"
     follower.look()
     for text in ('{"step": 0}\n{"step"', '{"step": 0}\n{"step": 1}\n', '{"step": 0}\n{"step": 1}\n{"step": 2}\n'):
         file.write_text(text)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.loggers import Loggers
 from megatron_dppo.process.files import replacing_file
@@ -85,6 +86,35 @@ class MetricsLog:
         """
         self._rows.close()
         self._loggers.close(finished=finished)
+
+
+class RowFollower:
+    """Tells of rows of ``metrics.jsonl`` as they come, but not of those that a finished step has there already.
+
+    Args:
+        run_dir: of the run.
+        callback: called with each row; None: nobody is told.
+    """
+
+    def __init__(self, run_dir: Path, callback: Callable[[dict[str, float]], object] | None) -> None:
+        self._file, self._callback = run_dir / FILE, callback
+        done = latest_step(run_dir / "checkpoints")
+        self._last, self._size = -1 if done is None else done, 0
+        self._before = self._file.stat().st_ino if self._file.exists() else None
+
+    def look(self) -> None:
+        if self._callback is None:
+            return
+        now = self._file.stat() if self._file.exists() else None
+        if now is None or now.st_ino == self._before:
+            return  # the run has not replaced the file yet, by one without the rows of steps that it takes again
+        if now.st_size == self._size:
+            return
+        self._size = now.st_size
+        for row in read_rows(self._file):
+            if row["step"] > self._last:
+                self._last = row["step"]
+                self._callback(row)
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
