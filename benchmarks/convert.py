@@ -24,24 +24,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron_dppo.bridge.convert_commands import (
-    hf_to_megatron,
-    megatron_to_hf,
-    parse_hf_to_megatron,
-    parse_megatron_to_hf,
-)
+from harness import PeakMemory, arguments, finish, own_status
+
+from megatron_dppo.bridge import convert_commands as commands
 
 GB = 10**9
 COMMANDS = {
-    "to_megatron": (hf_to_megatron, parse_hf_to_megatron, []),
-    "to_hf": (megatron_to_hf, parse_megatron_to_hf, ["--shard-gb", "1"]),
+    "to_megatron": (commands.hf_to_megatron, commands.parse_hf_to_megatron, []),
+    "to_hf": (commands.megatron_to_hf, commands.parse_megatron_to_hf, ["--shard-gb", "1"]),
 }
 
 
@@ -56,31 +52,6 @@ class Measurement:
     io_bytes: int = 0
 
 
-class PeakAnonymous:
-    """The most anonymous memory of this process within the ``with`` block, above what it had before, in bytes."""
-
-    def __enter__(self) -> PeakAnonymous:
-        self._before = self._peak = _status("status", "RssAnon")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.01):
-            self._peak = max(self._peak, _status("status", "RssAnon"))
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.bytes = 1024 * (max(self._peak, _status("status", "RssAnon")) - self._before)
-
-
-def _status(file: str, field: str) -> int:
-    lines = (line.partition(":") for line in Path("/proc/self", file).read_text().splitlines())
-    return next(int(value.split()[0]) for name, _, value in lines if name == field)
-
-
 def _cpu(who: int) -> float:
     usage = resource.getrusage(who)
     return usage.ru_utime + usage.ru_stime
@@ -90,13 +61,13 @@ def convert_here(way: str, source: str, out: str, workers: str) -> None:
     """Run a conversion in this process and print its measurement."""
     command, parse, options = COMMANDS[way]
     chosen = parse([source, out, "--workers", workers, *options])
-    traffic = sum(_status("io", field) for field in ("rchar", "wchar"))
-    with contextlib.redirect_stdout(sys.stderr), PeakAnonymous() as memory:
+    traffic = sum(own_status(field, "io") for field in ("rchar", "wchar"))
+    with contextlib.redirect_stdout(sys.stderr), PeakMemory("RssAnon", every_s=0.01) as memory:
         cpu, start = _cpu(resource.RUSAGE_SELF), time.perf_counter()
         command(chosen)
         seconds, cpu = time.perf_counter() - start, _cpu(resource.RUSAGE_SELF) - cpu
-    traffic = sum(_status("io", field) for field in ("rchar", "wchar")) - traffic
-    print(json.dumps(asdict(Measurement(seconds, cpu, 0.0, memory.bytes, traffic))))
+    traffic = sum(own_status(field, "io") for field in ("rchar", "wchar")) - traffic
+    print(json.dumps(asdict(Measurement(seconds, cpu, 0.0, memory.grown, traffic))))
 
 
 def timed(way: str, source: Path, out: Path, workers: int) -> Measurement:
@@ -154,32 +125,29 @@ def summary(found: dict[str, list[Measurement]], model: Path) -> dict[str, objec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", default="qwen3-1.7b", help="a published shape (default: %(default)s)")
-    parser.add_argument("--model", type=Path, help="a model directory to convert instead")
-    parser.add_argument("--work-dir", type=Path, default=Path("/var/tmp"), help="on a disk (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1))
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser = arguments(
+        __doc__,
+        shape=("qwen3-1.7b", "a published shape (default: %(default)s)"),
+        model=(Path, "a model directory to convert instead"),
+        work_dir=(Path("/var/tmp"), "on a disk (default: %(default)s)"),
+        repetitions=5,
+        workers=min(4, os.cpu_count() or 1),
+    )
     parser.add_argument("--here", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.here:
-        convert_here(*arguments.here)
+    options = parser.parse_args()
+    if options.here:
+        convert_here(*options.here)
         return
-    with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.work_dir) as made:
+    with tempfile.TemporaryDirectory(prefix="convert-", dir=options.work_dir) as made:
         folder = Path(made)
-        if not (model := arguments.model):
+        if not (model := options.model):
             from megatron_dppo.init import write_model  # not in the processes that are measured
 
             model = folder / "model"
-            write_model(model, shape=arguments.shape, dtype="bf16", max_shard_bytes=GB)
-        found = measure(model, folder, arguments.repetitions, arguments.workers)
-        report = {"repetitions": arguments.repetitions, "workers": arguments.workers, **summary(found, model)}
-    if not arguments.json:
-        for name, measurements in found.items():
-            seconds = " ".join(f"{measurement.seconds:6.2f}" for measurement in measurements)
-            print(f"{name:22}{seconds} s")
-    print(json.dumps(report))
+            write_model(model, shape=options.shape, dtype="bf16", max_shard_bytes=GB)
+        found = measure(model, folder, options.repetitions, options.workers)
+        report = {"repetitions": options.repetitions, "workers": options.workers, **summary(found, model)}
+    finish(report, options)
 
 
 if __name__ == "__main__":
