@@ -11,11 +11,8 @@ N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a prompt's part of ∇J. An error o
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,17 +20,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness import arguments, finish
 from real_gradients import norm
 from training_stages import Stage, training_stages
 
-from megatron_dppo.config import (
-    CompletionPruningConfig,
-    Config,
-    LossConfig,
-    PromptPruningConfig,
-    PruningConfig,
-    replace,
-)
+from megatron_dppo import config
+from megatron_dppo.config import PruningConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import OBJECTIVES, advantages
 from megatron_dppo.rl.plan import take_groups
@@ -93,8 +85,8 @@ class Window:
             problem = f"no group has mixed rewards at the {stage.name} stage, so that there is no gradient"
             raise UserError("--prompts", len(metadata.rewards), problem, "Give more, or raise sft.steps")
 
-    def config(self, pruning: PruningConfig) -> Config:
-        return Config(loss=LossConfig(name=self.objective.name), pruning=pruning)
+    def config(self, pruning: PruningConfig) -> config.Config:
+        return config.Config(loss=config.LossConfig(name=self.objective.name), pruning=pruning)
 
     @property
     def sampling_noise(self) -> float:
@@ -129,10 +121,10 @@ class Window:
 
     def completions(self, pruning: PruningConfig, keep: float, metadata: StepMetadata | None = None) -> Draw:
         """Draws of a rule for completions; ``metadata`` may tell it other score norms."""
-        config, known = self.config(pruning), metadata or self.metadata
+        ruled, known = self.config(pruning), metadata or self.metadata
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
-            pruned = prune_minibatch(known, config, self.objective, keep=keep, rng=rng)
+            pruned = prune_minibatch(known, ruled, self.objective, keep=keep, rng=rng)
             scale = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
             return scale.ravel(), float(self.cost[pruned.kept].sum())
 
@@ -177,7 +169,7 @@ class Window:
 
     def prompts(self, pruning: PruningConfig, keep: float) -> Draw:
         """Draws of a rule for prompts, then of the completions of what they keep."""
-        config, rule = self.config(pruning), pruning.prompts
+        ruled, rule = self.config(pruning), pruning.prompts
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
             selection = select(
@@ -193,7 +185,7 @@ class Window:
             part = dataclasses.replace(part, prompt_inclusion=selection.inclusion, window=float(selection.window))
             if rule.rule == "dynamic_sampling":
                 part = take_groups(part, mixed(part))
-            pruned = prune_minibatch(part, config, self.objective, keep=pruning.completions.keep, rng=rng)
+            pruned = prune_minibatch(part, ruled, self.objective, keep=pruning.completions.keep, rng=rng)
             scale, kept = np.zeros_like(self.cost), np.zeros_like(self.cost)
             scale[part.prompt_ids] = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
             kept[part.prompt_ids] = pruned.kept if pruning.completions.rule != "none" else 1.0
@@ -203,8 +195,8 @@ class Window:
 
 
 def _rules(prompts: str, completions: str, *, max_weight: float = 5.0, **more: object) -> PruningConfig:
-    rule = CompletionPruningConfig(rule=completions, **more)
-    return PruningConfig(prompts=PromptPruningConfig(rule=prompts), completions=rule, max_weight=max_weight)
+    rule = config.CompletionPruningConfig(rule=completions, **more)
+    return PruningConfig(prompts=config.PromptPruningConfig(rule=prompts), completions=rule, max_weight=max_weight)
 
 
 def _any() -> np.random.Generator:
@@ -289,24 +281,19 @@ def at_budget(window: Window, budget: float, at: Callable[[float], Draw]) -> Dra
     return at(high) if abs(share - budget) <= TOLERANCE * budget else None
 
 
-def correlations(stage: Stage) -> dict[str, float]:
-    """Pearson's, of the true norms ‖Σ_t ∇log p_t‖ with each proxy of them, over completions with an advantage."""
-    live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
-    lengths = stage.metadata.response_lengths[live].astype(np.float64)
-    proxies = {
-        "engine": stage.metadata.score_norms[live],
-        "head": stage.head_score_norms[live],
-        "√length": np.sqrt(lengths),
-    }
-    norms = stage.unit_norms[live].ravel()
-    return {name: float(np.corrcoef(norms, proxy.ravel())[0, 1]) for name, proxy in proxies.items()}
+def correlations(stage: Stage, *, weighed: bool) -> dict[str, float]:
+    """Pearson's, of the true norms ‖Σ_t ∇log p_t‖ with each proxy of them, over completions with an advantage.
 
-
-def weighed_correlations(stage: Stage) -> dict[str, float]:
-    """The same of what enters the sums of ``seq_mean``: |A|/L times each of them, and times 1 for ``advantage``."""
-    live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
-    share = np.abs(advantages(stage.metadata.rewards, normalise=True)) / stage.metadata.response_lengths
-    proxies = {"engine": stage.metadata.score_norms, "head": stage.head_score_norms, "advantage": np.ones_like(share)}
+    Args:
+        stage: what was measured.
+        weighed: by |A|/L, as norms and proxies enter the sums of ``seq_mean``; ``advantage`` is a proxy of 1 then.
+    """
+    metadata = stage.metadata
+    live = np.ptp(metadata.rewards, axis=1) > 0.0
+    lengths = metadata.response_lengths.astype(np.float64)
+    proxies = {"engine": metadata.score_norms, "head": stage.head_score_norms}
+    proxies |= {"advantage": np.ones_like(lengths)} if weighed else {"√length": np.sqrt(lengths)}
+    share = np.abs(advantages(metadata.rewards, normalise=True)) / lengths if weighed else np.ones_like(lengths)
     norms = (share * stage.unit_norms)[live].ravel()
     return {name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1]) for name, proxy in proxies.items()}
 
@@ -329,35 +316,21 @@ def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, o
     return {"max_weight": max_weight, "ratio": mean, "cells": ratios}
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    for stage, objective in dict.fromkeys((row.stage, row.objective) for row in rows):
-        print(f"\n{stage}, {objective}", file=sys.stderr)
-        print(
-            f"{'level':<12}{'rule':<26}{'w max':>6}{'budget':>8}{'kept':>7}{'error':>9}{'bias':>8}{'± ':>7}"
-            f"{'cosine':>8}{'batch':>7}{'spread':>8}",
-            file=sys.stderr,
-        )
-        for row in (row for row in rows if (row.stage, row.objective) == (stage, objective)):
-            start = f"{row.level:<12}{row.rule:<26}{row.max_weight:>6g}{row.budget:>8g}"
-            if row.error is None:
-                print(f"{start}  infeasible", file=sys.stderr)
-                continue
-            print(
-                f"{start}{row.kept_tokens:>7.3f}{row.error:>9.4f}{row.bias:>8.3f}{row.bias_standard_error:>7.3f}"
-                f"{row.cosine:>8.3f}{row.effective_batch:>7.2f}{row.token_spread:>8.3f}",
-                file=sys.stderr,
-            )
+def line(row: Row) -> str:
+    start = f"{row.stage}, {row.objective}, {row.level}, {row.rule}, weights to {row.max_weight:g}, {row.budget:g}: "
+    if row.error is None:
+        return start + "infeasible"
+    return start + ", ".join(f"{name} {value:.4f}" for name, value in list(asdict(row).items())[6:])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=48, help="of the window")
-    parser.add_argument("--samples", type=int, default=8, help="completions per prompt")
-    parser.add_argument(
-        "--steps", type=int, default=150, help="most steps of training until the late stage is measured"
+    parser = arguments(
+        __doc__,
+        prompts=(48, "of the window"),
+        samples=(8, "completions per prompt"),
+        steps=(150, "most steps of training until the late stage is measured"),
+        draws=(400, "of each estimator"),
     )
-    parser.add_argument("--draws", type=int, default=400, help="of each estimator")
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
     parser.add_argument("settings", nargs="*", help="more settings of the training")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -365,8 +338,7 @@ def main() -> None:
     stages = []
     with tempfile.TemporaryDirectory() as folder:
         for stage in training_stages(options.prompts, options.samples, options.steps, Path(folder), options.settings):
-            measured = [row for objective in HELD for row in rows_of(stage, objective, options.draws)]
-            rows += measured
+            rows += [row for objective in HELD for row in rows_of(stage, objective, options.draws)]
             stages.append(
                 {
                     "stage": stage.name,
@@ -374,26 +346,18 @@ def main() -> None:
                     "accuracy": float((stage.metadata.rewards == 1.0).mean()),
                     "mixed_groups": float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()),
                     "sampling_noise": {objective: Window(stage, objective).sampling_noise for objective in HELD},
-                    "correlation_with_true_norms": correlations(stage),
-                    "correlation_of_terms": weighed_correlations(stage),
+                    "correlation_with_true_norms": correlations(stage, weighed=False),
+                    "correlation_of_terms": correlations(stage, weighed=True),
                 }
             )
-            if not options.json:
-                print_table(measured)
-                print(stages[-1], file=sys.stderr)
     default, light = (neyman_over_threshold(rows, weight) for weight in (5.0, 20.0))
-    print(
-        json.dumps(
-            {
-                "neyman_over_threshold": default["ratio"],
-                "by_max_weight": [default, light],
-                "stages": stages,
-                "rows": [
-                    asdict(row) | {"max_weight": None if math.isinf(row.max_weight) else row.max_weight} for row in rows
-                ],
-            }
-        )
-    )
+    report = {
+        "neyman_over_threshold": default["ratio"],
+        "by_max_weight": [default, light],
+        "stages": stages,
+        "rows": [asdict(row) | {"max_weight": None if math.isinf(row.max_weight) else row.max_weight} for row in rows],
+    }
+    finish(report, options, [*map(line, rows), *map(str, stages)])
 
 
 if __name__ == "__main__":

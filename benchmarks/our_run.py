@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import be_the_only_rank
 from step_watch import StepWatch
 
 from megatron_dppo.launch.rank import quieten
@@ -55,11 +54,7 @@ def main(arguments: list[str]) -> None:
     watch = StepWatch()
     torch.set_num_threads(1)
     quieten()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    be_the_only_rank()
     config = load_config(None, arguments)
     preflight(config, "train")
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)

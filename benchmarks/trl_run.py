@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from near_the_sum import compute_score
-from step_watch import StepWatch
+from step_watch import StepWatch, compute_score
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
