@@ -1,25 +1,27 @@
 """Counts what a reader of the package has to read, and the imports that go the wrong way.
 
-    python benchmarks/house.py --json
+    python benchmarks/house.py [--json] [--root DIR]
 
 Rooms stand on floors, and imports go down or stay on a floor. ``circles`` counts the groups of files that import each
 other, ``upward_imports`` the imports from a lower floor to a higher one. A line of code is one that is neither blank
-nor a comment nor part of a docstring. Imports within functions count like all others.
+nor a comment nor part of a docstring. ``package_code_lines_without_rehearse`` leaves out the room of the GPU's
+rehearsals, ``trainer_code_lines`` also those of ``BESIDE``. ``functions_over_60`` counts functions of more than 60
+lines of code. Docstrings are also those of attributes. Imports within functions count like all others.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
-import json
+import re
 import statistics
-import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import networkx
+from harness import arguments, finish
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_dppo"
@@ -36,6 +38,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train", "sft", "eval", "probe_tree", "init", "export", "api", "cli", "__main__"),
 )
 """Rooms, from the ground floor up. A room is a folder of the package, or a file at its top."""
+REHEARSE = "megatron_dppo.rehearse"
+BESIDE = (REHEARSE, *(f"megatron_dppo.{room}" for room in ("compress", "rewards.math", "report", "estimate")))
+"""Packages that the trainer does not need."""
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -91,25 +96,49 @@ def circles(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
     return [sorted(group) for group in groups if len(group) > 1]
 
 
-def code_lines(source: str) -> int:
-    """Lines that are neither blank nor a comment nor part of a docstring."""
+def docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
+    """Those of modules, classes, functions and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node
+
+
+def lines_with_code(source: str, tree: ast.Module) -> set[int]:
+    """The numbers of the lines that are neither blank nor a comment nor part of a docstring."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(lines)
+    for node in docstrings(tree):
+        lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
 
 
 def measure(root: Path = ROOT) -> dict[str, float]:
+    """The figures of the package within a checkout."""
     files = modules(root)
-    sources = [path.read_text(encoding="utf-8") for path in files.values()]
-    lengths = [len(source.splitlines()) for source in sources]
+    sources = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    trees = {name: ast.parse(source) for name, source in sources.items()}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    code = {name: lines_with_code(source, trees[name]) for name, source in sources.items()}
+    lengths = [len(source.splitlines()) for source in sources.values()]
+    functions = [
+        sum(node.lineno <= line <= (node.end_lineno or 0) for line in code[name])
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    said = [node.value.value for tree in trees.values() for node in docstrings(tree)]
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     pairs = set(imports(files))
+
+    def code_lines(*without: str) -> int:
+        return sum(len(code[name]) for name in files if not f"{name}.".startswith(tuple(f"{one}." for one in without)))
+
     return {
-        "package_code_lines": sum(map(code_lines, sources)),
+        "package_code_lines": code_lines(),
+        "package_code_lines_without_rehearse": code_lines(REHEARSE),
+        "trainer_code_lines": code_lines(*BESIDE),
         "package_lines": sum(lengths),
         "files": len(files),
         "median_file": statistics.median(lengths),
@@ -117,22 +146,19 @@ def measure(root: Path = ROOT) -> dict[str, float]:
         "files_under_40_lines": sum(length < 40 for length in lengths),
         "circles": len(circles(pairs)),
         "upward_imports": len(upward(pairs)),
+        "functions_over_60": sum(length > 60 for length in functions),
+        "docstrings_beginning_of_or_what": sum(bool(re.match(r"\W*(?:Of|What)\b", text)) for text in said),
+        "class_names_twice": sum(count > 1 for count in classes.values()),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object only")
-    asked = parser.parse_args()
-    figures = measure()
-    if not asked.json:
-        pairs = set(imports(modules()))
-        for importer, imported in upward(pairs):
-            print(f"upward: {importer} imports {imported}")
-        for group in circles(pairs):
-            print(f"circle: {' '.join(group)}")
-    json.dump(figures, sys.stdout)
-    print()
+    options = arguments(__doc__, root=(ROOT, "a checkout")).parse_args()
+    pairs = set(imports(modules(options.root)))
+    wrong = [f"upward: {importer} imports {imported}" for importer, imported in upward(pairs)]
+    wrong += [f"circle: {' '.join(group)}" for group in circles(pairs)]
+    figures = measure(options.root)
+    finish(figures, options, [*wrong, *(f"{name}: {value}" for name, value in figures.items())])
 
 
 if __name__ == "__main__":
