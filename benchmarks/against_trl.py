@@ -28,7 +28,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -182,21 +181,15 @@ class Arm:
 def commands(workload: Workload, options: argparse.Namespace, python: str) -> dict[str, list[str]]:
     """What starts each arm."""
     policy, pool = prepared(workload, options.folder)
-    trl = [python, str(HERE / "trl_run.py"), f"--policy={policy}", f"--pool={pool}", f"--prompts={workload.prompts}"]
-    trl += [f"--samples={SAMPLES}", f"--max-response-tokens={workload.max_response_tokens}", f"--lr={LEARNING_RATE}"]
-    batch = options.trl_batch or TRL_BATCH[workload.name]
-    trl += [f"--steps={options.steps}", f"--batch={batch}", f"--settings={options.trl_settings}"]
+    trl = {"policy": str(policy), "pool": str(pool), "prompts": workload.prompts, "samples": SAMPLES}
+    trl |= {"max_response_tokens": workload.max_response_tokens, "lr": LEARNING_RATE, "steps": options.steps}
+    trl |= {"batch": options.trl_batch or TRL_BATCH[workload.name], "settings": json.loads(options.trl_settings)}
     ours = [sys.executable, str(HERE / "our_run.py"), *data_settings(workload, pool), f"model.path={policy}"]
-    ours += [
-        "layout.dp=1",
-        f"reward.function={HERE / 'step_watch.py'}:compute_score",
-        "loss.name=grpo",
-        "run.export=false",
-        "run.checkpoint_every=0",
-    ]
+    ours += [f"reward.function={HERE / 'step_watch.py'}:compute_score", "loss.name=grpo", "layout.dp=1"]
+    ours += ["run.export=false", "run.checkpoint_every=0"]
     ours += [f"run.steps={options.steps}", f"rollout.prompts_per_step={workload.prompts}", "eval.problems=0"]
     ours += [f"rollout.samples_per_prompt={SAMPLES}", f"optimizer.lr={LEARNING_RATE}", f"pack.max_tokens={PACK}"]
-    arms = {"trl": trl}
+    arms = {"trl": [python, str(HERE / "trl_run.py"), json.dumps(trl)]}
     for name, settings in OURS.items():
         arms[name] = [*ours, f"run.dir={options.folder / workload.name / name}", *settings]
     return arms
@@ -227,16 +220,6 @@ def compared(workload: Workload, options: argparse.Namespace, python: str) -> di
     return results
 
 
-def lines(workload: str, results: dict[str, Any]) -> Iterator[str]:
-    for arm, row in results.items():
-        first, last = (sum(part) / len(part) for part in (row["reward"][:3], row["reward"][-3:]))
-        yield (
-            f"{workload}, {arm}: {row['seconds']:.2f} s a step ({row['cpu_seconds']:.2f} of the processor), TRL over "
-            f"it {row.get('seconds_ratio', 1.0):.2f}, padding {row['padding']:.1%}, memory "
-            f"{row['peak_above_loaded_mib']:.0f} MiB, reward {first:.3f}, then {last:.3f}"
-        )
-
-
 def main() -> None:
     parser = arguments(
         __doc__,
@@ -249,8 +232,7 @@ def main() -> None:
     options = parser.parse_args()
     python = trl_python()
     results = {name: compared(WORKLOADS[name], options, python) for name in options.workloads}
-    said = [line for name, found in results.items() for line in lines(name, found)]
-    finish({"steps": options.steps, **results}, options, said)
+    finish({"steps": options.steps, **results}, options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How well each pruning rule estimates the gradient, on real ones: three stages of a real training run.
+"""How well each rule for completions estimates the gradient, on real ones: three stages of a real training run.
 
 For every rule and budget of expected kept tokens (rates are found by bisection), over many draws: the error
 E‖∇Ĵ − ∇J‖² / ‖∇J‖², the bias ‖E∇Ĵ − ∇J‖ / ‖∇J‖ with the standard error of its estimate, the mean cosine of ∇Ĵ and ∇J,
@@ -25,14 +25,11 @@ from real_gradients import norm
 from training_stages import Stage, training_stages
 
 from megatron_dppo import config
-from megatron_dppo.config import PruningConfig, replace
+from megatron_dppo.config import PruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.objectives import OBJECTIVES, advantages
-from megatron_dppo.rl.plan import take_groups
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
-from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.sampling import draw_bernoulli
-from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, StepMetadata
 
 BUDGETS = (0.5, 0.3, 0.15)
@@ -52,7 +49,6 @@ class Row:
 
     stage: str
     objective: str
-    level: str
     rule: str
     max_weight: float
     budget: float
@@ -76,9 +72,8 @@ class Window:
         self.advantage = advantages(metadata.rewards, normalise=self.objective.normalise)
         self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
         self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(np.float64)
-        everything = prune_minibatch(
-            metadata, self.config(_rules("none", "none")), self.objective, keep=1.0, rng=_any()
-        )
+        rng = np.random.default_rng(0)
+        everything = prune_minibatch(metadata, self.config(_rules("none")), self.objective, keep=1.0, rng=rng)
         self.full = (everything.coefficient / everything.normaliser).ravel()
         self.length = float(norm(self.gram, self.full))
         if not self.length > 0.0:
@@ -167,94 +162,40 @@ class Window:
             low, high = (middle, high) if expected_tokens(self, at(middle)) < budget else (low, middle)
         return at(high)
 
-    def prompts(self, pruning: PruningConfig, keep: float) -> Draw:
-        """Draws of a rule for prompts, then of the completions of what they keep."""
-        ruled, rule = self.config(pruning), pruning.prompts
 
-        def draw(rng: np.random.Generator) -> tuple[Floats, float]:
-            selection = select(
-                self.metadata.prompt_ids,
-                self.stage.history,
-                rule,
-                group_size=self.cost.shape[1],
-                normalised=self.objective.normalise,
-                keep=keep,
-                rng=rng,
-            )
-            part = take_groups(self.metadata, selection.prompt_ids)
-            part = dataclasses.replace(part, prompt_inclusion=selection.inclusion, window=float(selection.window))
-            if rule.rule == "dynamic_sampling":
-                part = take_groups(part, mixed(part))
-            pruned = prune_minibatch(part, ruled, self.objective, keep=pruning.completions.keep, rng=rng)
-            scale, kept = np.zeros_like(self.cost), np.zeros_like(self.cost)
-            scale[part.prompt_ids] = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
-            kept[part.prompt_ids] = pruned.kept if pruning.completions.rule != "none" else 1.0
-            return scale.ravel(), float((kept * self.cost).sum())
-
-        return draw
-
-
-def _rules(prompts: str, completions: str, *, max_weight: float = 5.0, **more: object) -> PruningConfig:
-    rule = config.CompletionPruningConfig(rule=completions, **more)
-    return PruningConfig(prompts=config.PromptPruningConfig(rule=prompts), completions=rule, max_weight=max_weight)
-
-
-def _any() -> np.random.Generator:
-    return np.random.default_rng(0)
+def _rules(rule: str, *, max_weight: float = 5.0, **more: object) -> PruningConfig:
+    completions = config.CompletionPruningConfig(rule=rule, **more)
+    return PruningConfig(
+        prompts=config.PromptPruningConfig(rule="none"), completions=completions, max_weight=max_weight
+    )
 
 
 def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
-    """Every estimator at every budget, at the completions' level, the prompts' and both."""
-    window = Window(stage, objective)
-
-    def row(level: str, rule: str, weight: float, budget: float, draw: Draw | None) -> Row:
-        empty = Row(stage.name, objective, level, rule, weight, round(budget, 3), None)
-        return empty if draw is None else dataclasses.replace(empty, **window.judge(draw, draws))
-
-    norms = stage.unit_norms
+    """Every estimator at every budget."""
+    window, norms = Window(stage, objective), stage.unit_norms
     told = {
         "neyman": None,
         "neyman, head": dataclasses.replace(stage.metadata, score_norms=stage.head_score_norms),
         "neyman, advantage": dataclasses.replace(stage.metadata, score_norms=np.ones_like(norms)),
         "neyman, true norms": dataclasses.replace(stage.metadata, score_norms=norms),
     }
+    weights = (5.0, 20.0)
+    ruled = [(name, _rules("neyman", max_weight=most), known) for most in weights for name, known in told.items()]
+    ruled += [("threshold", _rules("threshold", max_weight=most), None) for most in weights]
+    ruled += [(name, _rules(name), None) for name in ("threshold_deterministic", "top_k")]
+    ruled += [("top_k, kept", _rules("top_k", normaliser="kept"), None)]
     for budget in BUDGETS:
-        for all_of_them, name in ((True, "uniform"), (False, "uniform without A=0")):
-            yield row("completions", name, math.inf, budget, window.uniform(budget, all_of_them=all_of_them))
-        yield row("completions", "importance", math.inf, budget, window.importance(budget))
-        for weight in (5.0, 20.0):
-            for name, metadata in told.items():
-                pruning = _rules("none", "neyman", max_weight=weight)
-                draw = at_budget(window, budget, lambda k, p=pruning, m=metadata: window.completions(p, k, m))
-                yield row("completions", name, weight, budget, draw)
-            pruning = _rules("none", "threshold", max_weight=weight)
-            draw = at_budget(window, budget, lambda k, p=pruning: window.completions(p, k))
-            yield row("completions", "threshold", weight, budget, draw)
-        for name, more in (("threshold_deterministic", {}), ("top_k", {}), ("top_k, kept", {"normaliser": "kept"})):
-            pruning = _rules("none", name.partition(",")[0], **more)
-            draw = at_budget(window, budget, lambda k, p=pruning: window.completions(p, k))
-            yield row("completions", name, 5.0, budget, draw)
-        for name in ("threshold", "neyman"):
-            pruning = _rules(name, "none")
-            yield row(
-                "prompts", name, 5.0, budget, at_budget(window, budget, lambda k, p=pruning: window.prompts(p, k))
-            )
-        for name in ("greso", "dynamic_sampling"):
-            yield row("prompts", name, 5.0, budget, None)
-        yield row("both", "neyman", 5.0, budget, both(window, budget))
-    for name in ("greso", "dynamic_sampling"):  # what share they keep is not theirs to choose
-        draw = window.prompts(_rules(name, "none"), 0.5)
-        yield row("prompts", name, 5.0, expected_tokens(window, draw), draw)
-
-
-def both(window: Window, budget: float) -> Draw | None:
-    """The default: 0.7 of the prompts, and of their completions what is left of the budget."""
-    rules = _rules("neyman", "neyman")
-
-    def at(keep: float) -> Draw:
-        return window.prompts(replace(rules, completions=replace(rules.completions, keep=keep)), rules.prompts.keep)
-
-    return at_budget(window, budget, at)
+        found: list[tuple[str, float, Draw | None]] = [
+            ("uniform", math.inf, window.uniform(budget, all_of_them=True)),
+            ("uniform without A=0", math.inf, window.uniform(budget, all_of_them=False)),
+            ("importance", math.inf, window.importance(budget)),
+        ]
+        for name, pruning, metadata in ruled:
+            draw = at_budget(window, budget, lambda k, p=pruning, m=metadata: window.completions(p, k, m))
+            found.append((name, pruning.max_weight, draw))
+        for name, weight, draw in found:
+            row = Row(stage.name, objective, name, weight, budget, None)
+            yield row if draw is None else dataclasses.replace(row, **window.judge(draw, draws))
 
 
 def expected_tokens(window: Window, draw: Draw, draws: int = 60) -> float:
@@ -303,7 +244,7 @@ def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, o
     errors = {
         (row.rule, row.stage, row.objective, row.budget): max(row.error, LEAST_ERROR)
         for row in rows
-        if row.level == "completions" and row.max_weight == max_weight and row.error is not None
+        if row.max_weight == max_weight and row.error is not None
     }
     ratios = {
         f"{stage} {objective} {budget:g}": error / other
@@ -314,13 +255,6 @@ def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, o
     }
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios)) if ratios else None
     return {"max_weight": max_weight, "ratio": mean, "cells": ratios}
-
-
-def line(row: Row) -> str:
-    start = f"{row.stage}, {row.objective}, {row.level}, {row.rule}, weights to {row.max_weight:g}, {row.budget:g}: "
-    if row.error is None:
-        return start + "infeasible"
-    return start + ", ".join(f"{name} {value:.4f}" for name, value in list(asdict(row).items())[6:])
 
 
 def main() -> None:
@@ -357,7 +291,7 @@ def main() -> None:
         "stages": stages,
         "rows": [asdict(row) | {"max_weight": None if math.isinf(row.max_weight) else row.max_weight} for row in rows],
     }
-    finish(report, options, [*map(line, rows), *map(str, stages)])
+    finish(report, options)
 
 
 if __name__ == "__main__":

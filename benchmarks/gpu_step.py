@@ -294,28 +294,17 @@ def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
 def settings_of(options: argparse.Namespace, *, cuda: bool) -> list[Setting]:
     given = {} if options.head_chunk_mib is None else {"head_chunk_mib": options.head_chunk_mib}
     model = ModelConfig(dtype="bf16" if cuda else "fp32", spec=options.spec, recompute=options.recompute, **given)
-    return [
-        Setting(
-            shape,
-            options.sequences,
-            options.pack_tokens,
-            model,
-            OptimizerConfig(offload=options.offload),
-            scale=16 if options.tiny else 1,
-            sync_debug=options.sync_debug and cuda,
-            profile=options.profile,
-        )
-        for shape in options.shapes
-    ]
-
-
-def line_of(shape: str, name: str, way: dict[str, Any]) -> str:
-    peak, planned = way["peak_gib"], way["planned_peak_gib"]
-    return (
-        f"{shape:6} {name}  {way['seconds']:8.3f} s  log-probabilities {way['log_probabilities_s']:8.3f} s  "
-        f"{way['tokens_per_second']:9.0f} tokens/s  {100 * way['model_flops_share']:5.1f}% of the matrix rate  "
-        f"fill {100 * way['fill']:5.1f}%" + ("" if peak is None else f"  peak {peak:.1f} GiB, planned {planned:.1f}")
+    optimizer, scale = OptimizerConfig(offload=options.offload), 16 if options.tiny else 1
+    same = (
+        options.sequences,
+        options.pack_tokens,
+        model,
+        optimizer,
+        scale,
+        options.sync_debug and cuda,
+        options.profile,
     )
+    return [Setting(shape, *same) for shape in options.shapes]
 
 
 def main() -> None:
@@ -327,8 +316,7 @@ def main() -> None:
         print("--sync-debug counts nothing here: without CUDA the host waits for no device", file=sys.stderr)
     rows = [in_own_process(measure, setting) for setting in settings_of(options, cuda=cuda)]
     device = torch.cuda.get_device_name() if cuda else "cpu"
-    lines = [line_of(row["shape"], name, row[name]) for row in rows for name in ("packed", "padded")]
-    finish({"device": device, "torch": torch.__version__, "tiny": options.tiny, "shapes": rows}, options, lines)
+    finish({"device": device, "torch": torch.__version__, "tiny": options.tiny, "shapes": rows}, options)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,22 +51,23 @@ def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def finish(figures: Mapping[str, Any], options: argparse.Namespace, lines: Iterable[str] | None = None) -> None:
-    """Print lines for readers unless ``--json`` is set, then the figures as one JSON object on the last line.
-
-    Args:
-        figures: all that was measured.
-        options: as the parser of ``arguments`` returns them.
-        lines: by default a line for each figure that is a number or a text.
-    """
-    if lines is None:
-        plain = {name: value for name, value in figures.items() if isinstance(value, (int, float, str))}
-        lines = (f"{name:<36} {value:.4g}" if isinstance(value, float) else f"{name:<36} {value}"
-                 for name, value in plain.items())  # fmt: skip
+def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Print a line for each figure unless ``--json`` is set, then all figures as one JSON object on the last line."""
     if not options.json:
-        for line in lines:
-            print(line)
+        for name, value in _flat("", figures):
+            print(f"{name:<44} {value:.4g}" if isinstance(value, float) else f"{name:<44} {value}")
     print(json.dumps(figures))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested figures, their names joined by points; lists of numbers stay whole."""
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flat(f"{name}.{key}".lstrip("."), each)
+    else:
+        yield name, value
 
 
 def in_turn(contenders: Mapping[str, Callable[[int], T]], repeats: int, *, warm_up: int = 1) -> dict[str, list[T]]:

@@ -15,6 +15,7 @@ import ast
 import io
 import re
 import statistics
+import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -155,10 +156,11 @@ def measure(root: Path = ROOT) -> dict[str, float]:
 def main() -> None:
     options = arguments(__doc__, root=(ROOT, "a checkout")).parse_args()
     pairs = set(imports(modules(options.root)))
-    wrong = [f"upward: {importer} imports {imported}" for importer, imported in upward(pairs)]
-    wrong += [f"circle: {' '.join(group)}" for group in circles(pairs)]
-    figures = measure(options.root)
-    finish(figures, options, [*wrong, *(f"{name}: {value}" for name, value in figures.items())])
+    for importer, imported in upward(pairs):
+        print(f"upward: {importer} imports {imported}", file=sys.stderr)
+    for group in circles(pairs):
+        print(f"circle: {' '.join(group)}", file=sys.stderr)
+    finish(measure(options.root), options)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 NAME = re.compile(r"(?<![a-zA-Z\\.])(?<![0-9][eE])[a-zA-Z](?![a-zA-Z.])(?![-0-9][0-9]*$)")
@@ -62,6 +62,11 @@ def one(pattern: re.Pattern[str] | str, into: str | Callable[[re.Match[str], ran
         return found and _put(label, found, into if isinstance(into, str) else into(found, rng))
 
     return change
+
+
+def longer(pattern: str, more: Sequence[str]) -> Change:
+    """A change that adds one of some endings to a label in which the pattern is found."""
+    return lambda label, rng: label + rng.choice(more) if re.search(pattern, label) else None
 
 
 def _unused_letters(label: str) -> list[str]:
@@ -136,10 +141,6 @@ def _member_dropped(label: str, rng: random.Random) -> str | None:
     return re.sub(r"^\s*(?:,|;|and|or)", "", "".join(parts))
 
 
-def _member_more(label: str, rng: random.Random) -> str | None:
-    return label + rng.choice((", 17", r" \text{ or } 18", r" \text{ and } y = 3", ", x = 5", "; -4", r", \frac{1}{7}"))
-
-
 def _bracket(label: str, rng: random.Random) -> str | None:
     found = _place(r"(?<![{\\])[\[\]]|[()](?=[^()]*,)|(?<=,)(?:[^()\[\],]*)\)", label, rng)
     if found is None or label.count(",") > 1:
@@ -183,15 +184,6 @@ def _letters_of_a_word(label: str, rng: random.Random) -> str | None:
     return _put(label, found, rng.choice([c for c in "abdefgijklnpqrtuvwxyz" if c != found[0]]))
 
 
-def _base_more(label: str, rng: random.Random) -> str | None:
-    return label + rng.choice(("_2", "_{7}", "₈")) if re.fullmatch("[1-9][0-9]+", label) else None
-
-
-def _word_more(label: str, rng: random.Random) -> str | None:
-    more = (" dozen", " squared", " hundredths", " factorial", " halves", r"\text{ million}", r"\%\%", " or more", " i")
-    return label + rng.choice(more) if re.fullmatch(r"-?[1-9][0-9]*", label) else None
-
-
 def _neighbour(label: str, rng: random.Random) -> str | None:
     """A small whole number, as policies guess them."""
     number = str(rng.randint(-2, 12))
@@ -207,6 +199,8 @@ RELATIONS = {
     r"\le": ("<", r"\ge "), r"\leq": ("<", r"\ge "), r"\ge": (">", r"\le "), r"\geq": (">", r"\le "),
 }  # fmt: skip
 """Others in the place of a command, and of a relation."""
+MEMBERS = (", 17", r" \text{ or } 18", r" \text{ and } y = 3", ", x = 5", "; -4", r", \frac{1}{7}")
+WORDS = (" dozen", " squared", " hundredths", " factorial", " halves", r"\text{ million}", r"\%\%", " or more", " i")
 GREEK = r"\\(?:pi|theta|alpha|beta|omega|lambda|phi|sigma|gamma|rho)(?![a-zA-Z])"
 FRACTION = r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}"
 A_SIGN_FITS = (
@@ -245,7 +239,7 @@ CHANGES: dict[str, Change] = {
     "term more": _term_more,
     "factor more": _factor_more,
     "member dropped": _member_dropped,
-    "member more": _member_more,
+    "member more": longer("", MEMBERS),
     "inner member dropped": one(r"(?<=[(\[{,])[^()\[\]{},]+,", ""),
     "order turned": one(
         r"(?<=[(\[])([^()\[\]{},]+),([^()\[\]{},]+)(?=[)\]])", lambda found, rng: f"{found[2]},{found[1]}"
@@ -261,8 +255,8 @@ CHANGES: dict[str, Change] = {
     "prime": one(r"'+|\^\{?\\prime\s*\}?", lambda found, rng: rng.choice(("", found[0] + "'"))),
     "letter of a word": _letters_of_a_word,
     "other base": one(r"(?<=[0-9])_\{?([0-9]+)\}?", lambda found, rng: f"_{{{int(found[1]) + 1}}}"),
-    "base more": _base_more,
-    "word more": _word_more,
+    "base more": longer("^[1-9][0-9]+$", ("_2", "_{7}", "₈")),
+    "word more": longer("^-?[1-9][0-9]*$", WORDS),
     "mixed number": one(MIXED_NUMBER, lambda found, rng: rf"{found[1]} \cdot {found[2]}"),
     "guess": _neighbour,
 }

@@ -216,22 +216,6 @@ def compare(runs: Sequence[Run], accuracy: float) -> dict[str, Any]:
     }
 
 
-def lines(report: dict[str, Any]) -> list[str]:
-    """A line for each arm."""
-
-    def cell(found: dict[str, Any] | None) -> str:
-        if found is None:
-            return "never"
-        low, high = found["interval"] or (math.nan, math.nan)
-        return f"{found['ratio']:.2f} [{low:.2f}, {high:.2f}] ({found['seeds']} of {found['of']} seeds)"
-
-    said = []
-    for name, row in report["arms"].items():
-        cells = (f"{title.removesuffix('_ratio')} {cell(row[title])}" for title in RATIOS)
-        said.append(f"unpruned over {name}: {', '.join(cells)}; final accuracy {row['final_accuracy']:.3f}")
-    return said
-
-
 def main() -> None:
     parser = arguments(
         __doc__,
@@ -272,7 +256,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     report = {"task": options.task, **compare(runs, accuracy)}
-    finish(report, options, lines(report))
+    finish(report, options)
 
 
 if __name__ == "__main__":

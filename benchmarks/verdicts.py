@@ -134,8 +134,7 @@ def main() -> None:
         seed=0,
     ).parse_args()
     logging.disable(logging.ERROR)  # math-verify warns of each text that it cannot read
-    found = results(options)
-    finish(found, options, [f"{name}: {value}" for name, value in found.items()])
+    finish(results(options), options)
 
 
 if __name__ == "__main__":

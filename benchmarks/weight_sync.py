@@ -208,7 +208,7 @@ def main() -> None:
             policy = assemble_policy(config, world, temperature=1.0)
             results[transport] = measure(config, world, policy, pairs=options.pairs)
         shut_down()
-    finish(results, options, [f"{name}: {value}" for name, value in results.items()])
+    finish(results, options)
 
 
 if __name__ == "__main__":
