@@ -295,16 +295,8 @@ def settings_of(options: argparse.Namespace, *, cuda: bool) -> list[Setting]:
     given = {} if options.head_chunk_mib is None else {"head_chunk_mib": options.head_chunk_mib}
     model = ModelConfig(dtype="bf16" if cuda else "fp32", spec=options.spec, recompute=options.recompute, **given)
     optimizer, scale = OptimizerConfig(offload=options.offload), 16 if options.tiny else 1
-    same = (
-        options.sequences,
-        options.pack_tokens,
-        model,
-        optimizer,
-        scale,
-        options.sync_debug and cuda,
-        options.profile,
-    )
-    return [Setting(shape, *same) for shape in options.shapes]
+    shared = (options.sequences, options.pack_tokens, model, optimizer, scale)
+    return [Setting(shape, *shared, options.sync_debug and cuda, options.profile) for shape in options.shapes]
 
 
 def main() -> None:
