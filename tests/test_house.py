@@ -77,6 +77,88 @@ def long():
     assert figures["class_names_twice"] == 1
 
 
+STEP = {
+    "rl/types.py": """
+from dataclasses import dataclass
+
+@dataclass
+class Prompt:
+    id: int
+
+@dataclass
+class Completion:
+    prompt: "Prompt"
+
+Scored = tuple[Completion, float]
+
+@dataclass
+class Unrelated:
+    size: int
+
+class Nothing:
+    prompt: Prompt
+""",
+    "rl/plan.py": """
+from typing import NamedTuple
+
+from megatron_dppo.rl.types import Completion, Scored
+from megatron_dppo.models import actor
+
+class Draw(NamedTuple):
+    kept: bool
+
+class Rule(NamedTuple):
+    share: float
+
+class DeadEnd(NamedTuple):
+    by: Draw
+
+def draw(rule: Rule) -> float:
+    return DeadEnd(rule)
+
+def plan(scored: Scored, rest: Completion) -> None:
+    Draw(draw(0.5))
+
+async def pack(rest: list[Scored]):
+    return actor.Pack(rest)
+""",
+    "models/actor.py": """
+from dataclasses import dataclass
+from typing import TypedDict
+
+class Pack(TypedDict):
+    tokens: int
+
+@dataclass
+class UpdateResult:
+    loss: float
+
+@dataclass
+class Folder:
+    path: str
+
+@dataclass
+class Weights:
+    size: int
+
+def load(folder: Folder) -> Weights: ...
+
+class Actor:
+    def update(self, packs: list[Pack], weights: Weights) -> UpdateResult: ...
+""",
+}
+
+
+def test_types_on_the_way_follow_the_annotations(house: ModuleType, tmp_path: Path) -> None:
+    for name, text in STEP.items():
+        file = tmp_path / "megatron_dppo" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    found = {name.rpartition(".")[2] for name in house.types_on_the_way(tmp_path)}
+    way, beside = {"Prompt", "Completion", "Scored", "Pack", "UpdateResult"}, {"Draw", "Rule", "Weights"}
+    assert found == way | beside
+
+
 def test_contributing_shows_the_floors(house: ModuleType) -> None:
     rows = re.findall(r"^\| (\d) \| (.+?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     shown = {int(floor): set(re.findall(r"`(\w+)/?`", rooms)) for floor, rooms in rows}
