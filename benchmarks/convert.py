@@ -4,8 +4,8 @@
 
 A random-weight model of the published shape is made in bf16, in shards of a gigabyte. Each repetition copies it,
 converts it, copies the checkpoint and converts that back; before each of the four the last output is removed and the
-disk is left to finish writing. Every conversion is the real command in a fresh process. Its seconds begin after the
-imports; those of the whole command, start of Python included, are given besides. ``*_over_cp`` are ratios of medians.
+disk is left to finish writing. Every conversion is the real command in a fresh process; its seconds begin after the
+imports. ``*_over_cp`` are ratios of medians.
 
 ``peak_gb`` is the most anonymous memory (RssAnon, every 10 ms) over what the process held after its imports, the larger
 of both ways. ``io_over_model`` is what the process read and wrote by system calls (rchar and wchar of /proc/self/io),
@@ -15,22 +15,18 @@ begin, a few pages each, which it leaves out.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from harness import PeakMemory, arguments, finish, own_status
+from harness import PeakMemory, arguments, finish, in_own_process, own_status, timed
 
 from megatron_dppo.bridge import convert_commands as commands
 
@@ -44,45 +40,28 @@ COMMANDS = {
 @dataclass(frozen=True, slots=True)
 class Measurement:
     seconds: float
-    cpu_seconds: float
-    """User and system."""
-    whole_seconds: float = 0.0
-    """From the start of the process to its end."""
     peak_bytes: int = 0
     io_bytes: int = 0
 
 
-def _cpu(who: int) -> float:
-    usage = resource.getrusage(who)
-    return usage.ru_utime + usage.ru_stime
-
-
-def convert_here(way: str, source: str, out: str, workers: str) -> None:
-    """Run a conversion in this process and print its measurement."""
+def converted(way: str, *words: str) -> Measurement:
+    """Run a conversion in this process."""
     command, parse, options = COMMANDS[way]
-    chosen = parse([source, out, "--workers", workers, *options])
+    chosen = parse([*words, *options])
     traffic = sum(own_status(field, "io") for field in ("rchar", "wchar"))
     with contextlib.redirect_stdout(sys.stderr), PeakMemory("RssAnon", every_s=0.01) as memory:
-        cpu, start = _cpu(resource.RUSAGE_SELF), time.perf_counter()
-        command(chosen)
-        seconds, cpu = time.perf_counter() - start, _cpu(resource.RUSAGE_SELF) - cpu
+        seconds, _ = timed(lambda: command(chosen))
     traffic = sum(own_status(field, "io") for field in ("rchar", "wchar")) - traffic
-    print(json.dumps(asdict(Measurement(seconds, cpu, 0.0, memory.grown, traffic))))
+    return Measurement(seconds, memory.grown, traffic)
 
 
-def timed(way: str, source: Path, out: Path, workers: int) -> Measurement:
+def measured(way: str, source: Path, out: Path, workers: int) -> Measurement:
     """Run ``cp`` or a conversion in a process of its own, on a disk at rest."""
     shutil.rmtree(out, ignore_errors=True)
     os.sync()
-    cpu, start = _cpu(resource.RUSAGE_CHILDREN), time.perf_counter()
     if way == "cp":
-        subprocess.run(["cp", "-r", source, out], check=True)
-        seconds = time.perf_counter() - start
-        return Measurement(seconds, _cpu(resource.RUSAGE_CHILDREN) - cpu, seconds)
-    command = [sys.executable, __file__, "--here", way, source, out, str(workers)]
-    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-    whole = time.perf_counter() - start
-    return Measurement(**{**json.loads(printed), "whole_seconds": whole})
+        return Measurement(timed(lambda: subprocess.run(["cp", "-r", source, out], check=True))[0])
+    return in_own_process(converted, way, str(source), str(out), "--workers", str(workers))
 
 
 def measure(model: Path, folder: Path, repetitions: int, workers: int) -> dict[str, list[Measurement]]:
@@ -96,7 +75,7 @@ def measure(model: Path, folder: Path, repetitions: int, workers: int) -> dict[s
     found = defaultdict(list)
     for _ in range(repetitions):
         for name, (way, source, out) in steps.items():
-            found[name].append(timed(way, source, out, workers))
+            found[name].append(measured(way, source, out, workers))
             if out != megatron:
                 shutil.rmtree(out)
     return found
@@ -112,32 +91,23 @@ def summary(found: dict[str, list[Measurement]], model: Path) -> dict[str, objec
     shards = [file.stat().st_size for file in model.glob("*.safetensors")]
     report: dict[str, object] = {"model_gb": round(sum(shards) / GB, 3), "largest_shard_gb": round(max(shards) / GB, 3)}
     for name in found:
-        key = name.replace(" ", "_")
-        report[f"{key}_seconds"] = round(middle(name, "seconds"), 2)
-        report[f"{key}_cpu_seconds"] = round(middle(name, "cpu_seconds"), 2)
+        report[f"{name.replace(' ', '_')}_seconds"] = round(middle(name, "seconds"), 2)
     for way, copied in {"to_megatron": "cp of the model", "to_hf": "cp of the checkpoint"}.items():
-        report[f"{way}_whole_seconds"] = round(middle(way, "whole_seconds"), 2)
         report[f"{way}_over_cp"] = round(middle(way, "seconds") / middle(copied, "seconds"), 3)
-        report[f"{way}_cpu_over_cp"] = round(middle(way, "cpu_seconds") / middle(copied, "cpu_seconds"), 3)
     report["peak_gb"] = round(greatest("peak_bytes") / GB, 4)
     report["io_over_model"] = round(greatest("io_bytes") / (2 * sum(shards)), 4)
     return report
 
 
 def main() -> None:
-    parser = arguments(
+    options = arguments(
         __doc__,
         shape=("qwen3-1.7b", "a published shape (default: %(default)s)"),
         model=(Path, "a model directory to convert instead"),
         work_dir=(Path("/var/tmp"), "on a disk (default: %(default)s)"),
         repetitions=5,
         workers=min(4, os.cpu_count() or 1),
-    )
-    parser.add_argument("--here", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.here:
-        convert_here(*options.here)
-        return
+    ).parse_args()
     with tempfile.TemporaryDirectory(prefix="convert-", dir=options.work_dir) as made:
         folder = Path(made)
         if not (model := options.model):

@@ -1,10 +1,10 @@
 """How well each rule for completions estimates the gradient, on real ones: three stages of a real training run.
 
 For every rule and budget of expected kept tokens (rates are found by bisection), over many draws: the error
-E‖∇Ĵ − ∇J‖² / ‖∇J‖², the bias ‖E∇Ĵ − ∇J‖ / ‖∇J‖ with the standard error of its estimate, the mean cosine of ∇Ĵ and ∇J,
-the spread of the tokens kept, and the effective batch V/(V + E‖∇Ĵ − ∇J‖²). V is the noise that sampling leaves without
-any pruning: the variance of ∇J over windows of so many independent prompts, estimated from the window's own prompts as
-N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a prompt's part of ∇J. An error of a biased rule includes its bias.
+E‖∇Ĵ − ∇J‖² / ‖∇J‖², which includes the bias of a biased rule, and the bias ‖E∇Ĵ − ∇J‖ / ‖∇J‖ with the standard error
+of its estimate. ``sampling_noise`` is what sampling leaves without any pruning: the variance of ∇J over windows of so
+many independent prompts, over ‖∇J‖², estimated from the window's own prompts as N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a
+prompt's part of ∇J.
 
     python benchmarks/estimator.py [--prompts 48] [--samples 8] [--json]
 """
@@ -57,10 +57,6 @@ class Row:
     error: float | None = None
     bias: float | None = None
     bias_standard_error: float | None = None
-    cosine: float | None = None
-    effective_batch: float | None = None
-    token_spread: float | None = None
-    """Standard deviation of the kept tokens over their mean."""
 
 
 class Window:
@@ -101,17 +97,11 @@ class Window:
         mean = scales.mean(axis=0)
         error = float(np.mean(norm(self.gram, scales - self.full) ** 2)) / self.length**2
         spread = float(np.mean(norm(self.gram, scales - mean) ** 2)) / self.length**2
-        inner = scales @ self.gram @ self.full
-        lengths = norm(self.gram, scales) * self.length
-        noise = self.sampling_noise
         return {
             "kept_tokens": float(tokens.mean() / self.cost.sum()),
             "error": error,
             "bias": float(norm(self.gram, mean - self.full)) / self.length,
             "bias_standard_error": math.sqrt(spread / draws),
-            "cosine": float(np.divide(inner, lengths, out=np.zeros_like(inner), where=lengths > 0.0).mean()),
-            "effective_batch": noise / (noise + error),
-            "token_spread": float(tokens.std() / max(tokens.mean(), 1e-9)),
         }
 
     def completions(self, pruning: PruningConfig, keep: float, metadata: StepMetadata | None = None) -> Draw:
@@ -132,9 +122,8 @@ class Window:
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
             kept = draw_bernoulli(inclusion, rng)
-            return self.full * np.divide(kept, inclusion, out=np.zeros_like(inclusion), where=kept).ravel(), float(
-                self.cost[kept].sum()
-            )
+            weight = np.divide(kept, inclusion, out=np.zeros_like(inclusion), where=kept)
+            return self.full * weight.ravel(), float(self.cost[kept].sum())
 
         return draw
 

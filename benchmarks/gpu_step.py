@@ -125,12 +125,9 @@ def make_rows(setting: Setting, vocabulary: int) -> list[TrainingSample]:
 def packed(rows: list[TrainingSample], setting: Setting, hidden: int) -> list[Pack]:
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
     limit = setting.pack_tokens // setting.scale
+    multiple = capacity_multiple(LayoutConfig(dp=1), limit, cuda=torch.cuda.is_available())
     packing = pack_sequences(
-        lengths,
-        ranks=1,
-        max_tokens=limit,
-        capacity_multiple=capacity_multiple(LayoutConfig(dp=1), limit, cuda=torch.cuda.is_available()),
-        costs=CostModel.of_width(hidden),
+        lengths, ranks=1, max_tokens=limit, capacity_multiple=multiple, costs=CostModel.of_width(hidden)
     )
     return [build_pack([rows[i] for i in pack], packing.capacity, pad_id=0, align=1) for pack in packing.packs[0]]
 
@@ -139,9 +136,7 @@ def padded(rows: list[TrainingSample], setting: Setting) -> list[Pack]:
     longest = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
     together = max(1, setting.pack_tokens // setting.scale // longest)
     batches = [rows[start : start + together] for start in range(0, len(rows), together)]
-    return [build_pack(batch, len(batch) * longest, pad_id=0, align=longest) for batch in batches[:-1]] + [
-        build_pack(batches[-1], together * longest, pad_id=0, align=longest)
-    ]
+    return [build_pack(batch, together * longest, pad_id=0, align=longest) for batch in batches]
 
 
 def update(actor: Actor, packs: list[Pack]) -> None:

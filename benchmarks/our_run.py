@@ -39,14 +39,11 @@ class InTurn(Trainer):
 def figures(run: Path) -> dict[str, object]:
     """What the run's log says of its steps."""
     rows = [row for row in read_metrics(run) if row["step"] > 0]
-    phases = sorted({name for row in rows for name in row if name.startswith("perf/") and name.endswith("_time")})
-    phases.remove("perf/step_time")  # it holds the wait for the step's turn
     return {
         "padding": 1.0 - sum(row["pack/fill"] for row in rows) / len(rows),
         "trained_tokens": sum(row.get("train/tokens", 0.0) for row in rows) / len(rows),
         "reward": [row["rollout/raw_reward"] for row in rows],
         "response_length": [row["rollout/response_len/mean"] for row in rows],
-        "phases": {name: sorted(row.get(name, 0.0) for row in rows)[len(rows) // 2] for name in phases},
     }
 
 

@@ -38,7 +38,6 @@ from megatron_dppo.rl.types import Floats, Ints
 
 SHORTEST, LONGEST, MAX_TOKENS = 64, 8192, 16384
 GROUP, GROUPS_PER_RANK = 8, 16
-MANY, MANY_RANKS = 100_000, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +165,16 @@ def main() -> None:
     options = arguments(__doc__, ranks=[2, 8, 32], seeds=10).parse_args()
     everything: dict[str, list[Packed]] = defaultdict(list)
     details: dict[str, dict[str, dict[str, float]]] = {}
-    fewest = MANY
     for ranks in options.ranks:
         stages: dict[str, dict[str, list[Packed]]] = {stage: defaultdict(list) for stage in ("whole", "pruned")}
         for seed in range(options.seeds):
             for stage, lengths in step_lengths(ranks, seed).items():
-                fewest = min(fewest, len(lengths) // ranks)
                 for packer, result in compared(lengths, ranks).items():
                     stages[stage][packer].append(result)
                     everything[packer].append(result)
         for stage, packers in stages.items():
             details[f"{ranks}_ranks_{stage}"] = {name: summary(cases) for name, cases in packers.items()}
 
-    many = np.clip(np.random.default_rng(0).lognormal(6.6, 1.0, MANY), SHORTEST, LONGEST).astype(np.int64)
-    planned = [ours(many, MANY_RANKS)[0] for _ in range(3)]
-    start = time.process_time()
-    textbook = measured(first_fit_decreasing(many, MAX_TOKENS), many, MANY_RANKS, start)
     total = {packer: summary(cases) for packer, cases in everything.items()}
     worst = {
         packer: min(ours.fill / other.fill for ours, other in zip(everything["ours"], cases, strict=True))
@@ -192,11 +185,6 @@ def main() -> None:
         "fill_over_ffd_worst": worst["ffd"],
         "fill_over_ffd_tight_worst": worst["ffd_tight"],
         "kk_seconds_over_ours": total["kk"]["seconds"] / total["ours"]["seconds"],
-        "fewest_sequences_per_rank": fewest,
-        "seconds_for_100000": median(case.seconds for case in planned),
-        "fill_of_100000": planned[0].fill,
-        "imbalance_of_100000": planned[0].imbalance,
-        "ffd_seconds_for_100000": textbook.seconds,
         "max_tokens": MAX_TOKENS,
         "packers": total,
         "cases": details,

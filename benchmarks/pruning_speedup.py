@@ -52,7 +52,6 @@ ARMS: dict[str, tuple[str, ...]] = {
     "neyman, 0.4 of the prompts, 0.3, weights to 10": FEW,
     "neyman, 0.3 of the prompts, 0.3, weights to 10": FEWER,
     "neyman, records alone": RECORDS,
-    "neyman, half the prompts, 0.3, records alone": (*HALF, *RECORDS),
     "neyman, 0.4 of the prompts, 0.3, weights to 10, records alone": (*FEW, *RECORDS),
     "neyman, completions alone, 0.3, unequal groups": arm("none", "neyman", TOKENS, "rollout.allocation.rule=neyman"),
     "neyman, completions refilled": arm("none", "neyman", "pruning.refill=prompts"),
@@ -116,8 +115,6 @@ class Run:
     generated_tokens_to_accuracy: float | None
     backward_tokens_to_accuracy: float | None
     final_accuracy: float
-    response_length: float
-    """Mean tokens of a response over the last quarter of the run."""
 
     @property
     def rollout_share(self) -> float:
@@ -157,7 +154,6 @@ def measure(name: str, seed: int, rows: Sequence[dict[str, float]], accuracy: fl
         generated_tokens_to_accuracy=to_accuracy("rollout/generated_tokens"),
         backward_tokens_to_accuracy=to_accuracy("train/tokens"),
         final_accuracy=steps[-1]["eval/accuracy"],
-        response_length=statistics.fmean(row["rollout/response_len/mean"] for row in steps[-len(steps) // 4 :]),
     )
 
 
@@ -197,20 +193,14 @@ def compare(runs: Sequence[Run], accuracy: float) -> dict[str, Any]:
             **{title: ratio(runs, name, figure) for title, figure in RATIOS.items()},
             "final_accuracy": statistics.fmean(run.final_accuracy for run in own),
             "final_accuracy_difference": accuracy_difference(runs, name),
-            "response_length": statistics.fmean(run.response_length for run in own),
             "rollout_share": statistics.fmean(run.rollout_share for run in own),
             "phases": {phase: statistics.fmean(run.phases.get(phase, 0.0) for run in own) for phase in own[0].phases},
         }
-    reached = {name: row["time_to_accuracy_ratio"] for name, row in table.items() if name != BASELINE}
-    full = {name: found["ratio"] for name, found in reached.items() if found and found["seeds"] == found["of"]}
-    best = max(full, key=lambda name: full[name], default=None)
+    default = table.get("neyman", {}).get("time_to_accuracy_ratio")
     return {
         "accuracy": accuracy,
         "rollout_share": table[BASELINE]["rollout_share"],
-        "time_to_accuracy_ratio": full.get("neyman"),
-        "best": best,
-        "best_time_to_accuracy_ratio": best and reached[best],
-        "best_final_accuracy_difference": best and table[best]["final_accuracy_difference"],
+        "time_to_accuracy_ratio": default and default["ratio"],
         "arms": table,
         "runs": [asdict(run) for run in runs],
     }

@@ -106,8 +106,6 @@ def results(options: argparse.Namespace) -> dict[str, Any]:
             "right_all_the_same": len(accepted) - len(false),
             "false_negatives": len(refused),
             "milliseconds": (of_wrong * len(wrong) + of_right * len(right)) / max(1, len(wrong) + len(right)),
-            "milliseconds_wrong": of_wrong,
-            "milliseconds_right": of_right,
             "examples": [
                 f"{pair.label}  <-  {pair.answer}  ({pair.change})" for pair in false[:SHOWN] + refused[:SHOWN]
             ],

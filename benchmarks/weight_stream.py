@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_dppo.bridge.mapping import entries
 from megatron_dppo.bridge.stream import Consumers, weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
-from megatron_dppo.models.policy import PolicyModel, build_policy
+from megatron_dppo.models.policy import build_policy
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.world import World, initialize, shut_down
 
@@ -87,15 +87,6 @@ class BytesSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def streamed(chunks: list[PolicyModel], world: World, sizes: Sizes) -> Callable[[], None]:
-    def run() -> None:
-        stream = weight_stream(chunks, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib)
-        for _ in stream:
-            pass
-
-    return run
-
-
 def bare(model_bytes: int, world: World, sizes: Sizes) -> Callable[[], None]:
     bucket = sizes.bucket_mib * MIB
     of_stage = model_bytes // world.layout.pp
@@ -123,9 +114,8 @@ class Report:
     sent: int
     bare_sent: int
     held: int
-    """Of the policy, in this rank's parameters."""
+    """Bytes of the policy in this rank's parameters."""
     extra: int
-    """Bytes."""
 
 
 def measure(rank: int, sizes: Sizes, rendezvous: str, reports: multiprocessing.Queue[tuple[int, Report]]) -> None:
@@ -137,7 +127,11 @@ def measure(rank: int, sizes: Sizes, rendezvous: str, reports: multiprocessing.Q
     for chunk in chunks:
         chunk.bfloat16()
     held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
-    stream = streamed(chunks, world, sizes)
+
+    def stream() -> None:
+        for _ in weight_stream(chunks, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib):
+            pass
+
     dist.barrier()
     gc.collect()
     with PeakMemory("RssAnon") as memory:

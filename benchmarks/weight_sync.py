@@ -168,10 +168,8 @@ def measure(config: Config, world: World, policy: PolicyParts, *, pairs: int) ->
             bare.close()
     return {
         "seconds": median(row["seconds"] for row in rows),
-        "pause_ms": 1e3 * median(row["pause"] for row in rows),
         "transfer_seconds": median(row["transfer"] for row in rows),
-        "end_ms": 1e3 * median(row["end"] for row in rows),
-        "resume_ms": 1e3 * median(row["resume"] for row in rows),
+        **{f"{name}_ms": 1e3 * median(row[name] for row in rows) for name in ("pause", "end", "resume")},
         "control_ms": 1e3 * median(row["seconds"] - row["transfer"] for row in rows),
         "bare_seconds": median(row["bare"] for row in rows),
         "transfer_over_bare": median(row["transfer"] / row["bare"] for row in rows),
