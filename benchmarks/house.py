@@ -233,6 +233,7 @@ def measure(root: Path = ROOT) -> dict[str, float]:
         "package_code_lines_without_rehearse": code_lines(REHEARSE),
         "trainer_code_lines": code_lines(*BESIDE),
         "package_lines": sum(lengths),
+        "benchmark_lines": sum(len(path.read_bytes().splitlines()) for path in (root / "benchmarks").glob("*.py")),
         "files": len(files),
         "median_file": statistics.median(lengths),
         "longest_file": max(lengths),

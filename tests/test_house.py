@@ -67,7 +67,10 @@ def long():
     (tmp_path / "megatron_dppo" / "rl" / "plan.py").write_text(plan + "    a = 1\n" * 60)
     (tmp_path / "megatron_dppo" / "rehearse" / "plan.py").write_text("class Plan:\n    a = 1\n")
     (tmp_path / "megatron_dppo" / "rewards" / "math" / "verdict.py").write_text("A = 1\n")
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "speed.py").write_text("a = 1\n\n# b\n")
     figures = house.measure(tmp_path)
+    assert figures["benchmark_lines"] == 3
     assert figures["package_code_lines"] == 2 + 3 + 61 + 2 + 1
     assert figures["package_code_lines_without_rehearse"] == 2 + 3 + 61 + 1
     assert figures["trainer_code_lines"] == 2 + 3 + 61
