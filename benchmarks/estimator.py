@@ -27,7 +27,8 @@ from training_stages import Stage, training_stages
 from megatron_dppo import config
 from megatron_dppo.config import PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import OBJECTIVES, advantages
+from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.sampling import draw_bernoulli
 from megatron_dppo.rl.types import Floats, StepMetadata
@@ -65,7 +66,7 @@ class Window:
     def __init__(self, stage: Stage, objective: str) -> None:
         self.stage, self.objective = stage, OBJECTIVES[objective]
         metadata = self.metadata = stage.metadata
-        self.advantage = advantages(metadata.rewards, normalise=self.objective.normalise)
+        self.advantage = group_advantages(metadata.rewards, normalise=self.objective.normalise)
         self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
         self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(np.float64)
         rng = np.random.default_rng(0)
@@ -223,7 +224,7 @@ def correlations(stage: Stage, *, weighed: bool) -> dict[str, float]:
     lengths = metadata.response_lengths.astype(np.float64)
     proxies = {"engine": metadata.score_norms, "head": stage.head_score_norms}
     proxies |= {"advantage": np.ones_like(lengths)} if weighed else {"√length": np.sqrt(lengths)}
-    share = np.abs(advantages(metadata.rewards, normalise=True)) / lengths if weighed else np.ones_like(lengths)
+    share = np.abs(group_advantages(metadata.rewards, normalise=True)) / lengths if weighed else np.ones_like(lengths)
     norms = (share * stage.unit_norms)[live].ravel()
     return {name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1]) for name, proxy in proxies.items()}
 

@@ -304,7 +304,7 @@ class Trainer:
             routed = not routing or all(self.world.gather(batch.routed))
             taught = all(self.world.gather(batch.taught_by(self.config.loss.distillation)))
             fits = routed and taught and batch.made_for(rollout) and batch.oldest_version >= oldest
-        return batch if fits else self.world.from_leader(lambda: self.sampler.with_sizes(batch.selection))
+        return batch if fits else batch.selection
 
 
 def _is_older(file: Path, than: Path) -> bool:

@@ -34,7 +34,8 @@ from megatron_dppo.config import (
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.exchange import deliver
-from megatron_dppo.rl.objectives import advantages, objective_for, soft_overlong_penalty
+from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.pruning.history import PromptHistory
@@ -165,7 +166,7 @@ def roll_out(trainer: Trainer, step: int) -> Collected:
 
 
 def remember(history: PromptHistory, metadata: StepMetadata) -> None:
-    history.update(metadata.prompt_ids, metadata.rewards, advantages(metadata.rewards, normalise=True))
+    history.update(metadata.prompt_ids, metadata.rewards, group_advantages(metadata.rewards, normalise=True))
 
 
 def graded(rollouts: Collected) -> Collected:
@@ -206,7 +207,7 @@ def window(
     """Every completion's gradient under an objective, and how well they add up to those of real plans."""
     actor, pad_id, groups = trainer.policy.actor, trainer.policy.pad_id, groups_of(rollouts)
     objective, metadata = objective_for(loss), rollouts.metadata
-    packs = single_packs(groups, advantages(metadata.rewards, normalise=objective.normalise), pad_id)
+    packs = single_packs(groups, group_advantages(metadata.rewards, normalise=objective.normalise), pad_id)
     reference = [None] * len(packs)
     if loss.kl_coef and trainer.learner.reference:
         reference = trainer.learner.reference.log_probabilities(packs)
@@ -281,7 +282,7 @@ def second_update(trainer: Trainer, rollouts: Collected, old: Sequence[np.ndarra
     which = mixed(rollouts.metadata)[:3]
     part = take_groups(rollouts.metadata, which)
     groups = [rollouts.held[row] for row in which]
-    packs = single_packs(groups, advantages(part.rewards, normalise=True), trainer.policy.pad_id)
+    packs = single_packs(groups, group_advantages(part.rewards, normalise=True), trainer.policy.pad_id)
     rows = (which[:, None] * SAMPLES + np.arange(SAMPLES)).ravel()
     singles = [Microbatch(pack, old[row]) for pack, row in zip(packs, rows, strict=True)]
     config = Config(

@@ -82,7 +82,6 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         prompt_ids=np.arange(QUERIES),
         prompt_inclusion=np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups]),
-        samples=np.full(QUERIES, SAMPLES),
         response_lengths=lengths,
         shared_lengths=np.array([shared_lengths(len(g.prompt.token_ids), g.completions) for g in groups]),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups]),
@@ -98,17 +97,6 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         window=float(QUERIES + 3),
     )
     return metadata, groups
-
-
-def step_of_unequal_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
-    """The same with two to four completions in a group, the first of each."""
-    metadata, groups = step_of_groups(ranks)
-    some = [
-        dataclasses.replace(group, completions=group.completions[:size], rewards=group.rewards[:size])
-        for group, size in zip(groups, (4, 2, 3, 4, 3, 2), strict=True)
-    ]
-    padded = metadata_of(some, metadata.prompt_inclusion, samples=SAMPLES + 2, levels=0, owner=0)
-    return dataclasses.replace(padded, owners=metadata.owners, window=metadata.window), some
 
 
 def step_of_sequences(ranks: int) -> tuple[StepMetadata, list[Group]]:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config import (
-    AllocationConfig,
     BranchConfig,
     Config,
     LayoutConfig,
@@ -157,24 +156,6 @@ def test_a_run_that_dies_with_conversations_in_flight_goes_on_bit_by_bit(
     for row in undisturbed[1:]:
         told = row["rollout/response_len/mean"] - row["rollout/generated_tokens"] / (8 * 3)
         assert told > 2 and row["train/grad_norm"] > 0, "contexts are told anew"
-
-
-def test_a_run_that_dies_with_unequal_groups_in_flight_goes_on_bit_by_bit(
-    policy: Path, ranks: RankPool, tmp_path: Path
-) -> None:
-    def allocates(run: Path) -> Config:
-        config = configure(policy, run, ONE, ahead=1)
-        allocation = AllocationConfig(rule="neyman", least=2, most=3 * config.rollout.samples_per_prompt)
-        pruning = replace(config.pruning, prompts=PromptPruningConfig(rule="none"))
-        return replace(config, rollout=replace(config.rollout, allocation=allocation), pruning=pruning)
-
-    ranks.run(1, live, allocates(tmp_path / "undisturbed"))
-    ranks.run(1, die, allocates(tmp_path / "run"))
-    ranks.run(1, live, allocates(tmp_path / "run"))
-    undisturbed = rows(tmp_path / "undisturbed")
-    assert rows(tmp_path / "run") == undisturbed
-    last = undisturbed[-1]
-    assert last["rollout/samples_per_prompt/min"] < last["rollout/samples_per_prompt/max"]
 
 
 def test_a_batch_in_flight_goes_to_another_number_of_ranks(

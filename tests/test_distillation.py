@@ -14,9 +14,10 @@ from transformers import Qwen3ForCausalLM
 from megatron_dppo.config import Config, DistillationConfig, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
-from megatron_dppo.rl.objectives import OBJECTIVES, advantages, objective_for
+from megatron_dppo.rl.advantages import advantages_of_segments, group_advantages
+from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
-from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates
+from megatron_dppo.rl.pruning.minibatch import completion_candidates
 from megatron_dppo.rl.types import Group, StepMetadata
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.settings import load_config
@@ -87,7 +88,7 @@ def test_update_is_that_of_the_formula(
     metrics, moved, plan = ranks.run(2, update, config, 1.0, step)[0]
     student, *teachers = (Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32) for path in policies)
     metadata, groups = step(2)
-    advantage = advantages(metadata.rewards, normalise=True) * several
+    advantage = group_advantages(metadata.rewards, normalise=True) * several
     z, (minibatch,) = metadata.window * SAMPLES, plan.minibatches
     expected, divergences = torch.zeros(()), []
     kept = minibatch.samples
@@ -151,7 +152,7 @@ def test_scores_count_the_teacher() -> None:
         scores[rewards] = candidates.score
     unit = metadata.score_norms / metadata.sampled_lengths / metadata.prompt_inclusion[:, None]
     np.testing.assert_allclose(scores[False], unit)
-    squares = advantages(metadata.rewards, normalise=True) ** 2
+    squares = group_advantages(metadata.rewards, normalise=True) ** 2
     np.testing.assert_allclose(scores[True], unit * np.sqrt(squares + 1.0))
 
 

@@ -21,7 +21,8 @@ import pytest
 
 from benchmarks.real_gradients import norm
 from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, PruningConfig, replace
-from megatron_dppo.rl.objectives import advantages, normaliser, objective_for
+from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.objectives import normaliser, objective_for
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
@@ -211,7 +212,7 @@ def test_the_half_way_window_has_ratios_past_the_clip(measurements):
 def test_no_predictor_however_bad_biases_the_gradient(windows, said):
     """Neither what it says of the gradients nor what it says of the tokens: probabilities cost variance at worst."""
     window, rng = windows["warm", "grpo"], np.random.default_rng(0)
-    truth = (advantages(window.metadata.rewards, normalise=True) ** 2).sum(axis=1) + 0.1
+    truth = (group_advantages(window.metadata.rewards, normalise=True) ** 2).sum(axis=1) + 0.1
     squares = 1.0 / truth if said == "the inverse of the truth" else rng.lognormal(0.0, 2.0, PROMPTS)
     foretold = dataclasses.replace(window, history=Foretold(squares, rng.lognormal(0.0, 1.0, PROMPTS)))
     assert len(set(inclusion_of(foretold, PromptPruningConfig(rule="neyman", keep=0.6)))) > 3
@@ -371,7 +372,7 @@ def test_second_stage_scores_that_forget_the_first_stage_cost_variance(windows):
     """No bias: what is heavy for its prompt's sake is kept too seldom. Told the norms themselves, ``neyman`` has the
     least variance of independent draws; told scores without 1/π_prompt it has more."""
     window = windows["graded", "grpo"]
-    advantage = np.abs(advantages(window.metadata.rewards, normalise=True))
+    advantage = np.abs(group_advantages(window.metadata.rewards, normalise=True))
     squares = np.diag(window.gram).reshape(advantage.shape)
     norms = np.divide(np.sqrt(squares), advantage, out=np.zeros_like(advantage), where=advantage > 0.0)
     known = dataclasses.replace(window, metadata=dataclasses.replace(window.metadata, score_norms=norms))
@@ -430,7 +431,7 @@ def test_equal_rewards_asked_of_rounded_advantages_train_on_noise(measurements):
     deviation = rewards - rewards.mean(axis=1, keepdims=True)
     rounded = deviation / np.maximum(np.sqrt((deviation**2).mean(axis=1, keepdims=True)), 1e-300)
     noise, full = np.zeros((2, PROMPTS, SAMPLES))
-    full[:, three] = advantages(rewards, normalise=True)
+    full[:, three] = group_advantages(rewards, normalise=True)
     noise[:, three] = rounded - full[:, three]
     scale = full_scales(window)
     assert norm(gram, scale * noise.ravel()) > 0.1 * norm(gram, scale * full.ravel())
@@ -449,8 +450,6 @@ def test_the_bias_of_token_means_with_pruned_prompts_shrinks_as_one_over_their_n
             estimated = normaliser(
                 "token_mean",
                 sampled_lengths=lengths[rows],
-                share=np.ones_like(lengths[rows], float),
-                group_size=SAMPLES,
                 prompt_inclusion=inclusion[rows],
                 prompts=PROMPTS * copies,
                 max_response_tokens=LIMIT,

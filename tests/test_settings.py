@@ -287,30 +287,10 @@ def test_what_a_tree_cannot_go_with_is_refused(override: str, setting: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("overrides", "setting"),
-    [
-        (["rollout.allocation.least=9"], "rollout.allocation.least"),
-        (["rollout.allocation.most=7"], "rollout.allocation.most"),
-        (["loss.name=dr_grpo", TREE], "rollout.allocation.rule"),
-        (["pruning.prompts.rule=greso"], "rollout.allocation.rule"),
-        (["pruning.prompts.rule=dynamic_sampling"], "rollout.allocation.rule"),
-    ],
-)
-def test_what_unequal_groups_cannot_go_with_is_refused(overrides: list[str], setting: str) -> None:
-    load_config(None, overrides).check()  # no concern of equal groups
-    load_config(None, ["rollout.allocation.rule=neyman"]).check()
-    with pytest.raises(UserError) as caught:
-        load_config(None, ["rollout.allocation.rule=neyman", *overrides]).check()
-    assert caught.value.setting == setting
-    assert _refused(["rollout.allocation.least=1"]).setting == "rollout.allocation.least"
-
-
-@pytest.mark.parametrize(
     ("override", "setting"),
     [
         ("rollout.conversation=null", "rollout.roles"),
         ("rollout.roles=[solver,solver]", "rollout.roles"),
-        ("rollout.allocation.rule=neyman", "rollout.allocation.rule"),
         ("pruning.prompts.rule=greso", "pruning.prompts.rule"),
         ("pruning.completions.score=head", "pruning.completions.score"),
     ],

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import pytest
 
 from megatron_dppo.config import (
-    AllocationConfig,
     CompletionPruningConfig,
     Config,
     LayoutConfig,
@@ -28,7 +27,6 @@ from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import (
-    SAMPLES,
     VOCAB,
     Weights,
     build,
@@ -38,7 +36,6 @@ from tests.steps import (
     step_of_groups,
     step_of_one_group,
     step_of_sequences,
-    step_of_unequal_groups,
     weights_of,
 )
 
@@ -203,25 +200,6 @@ def test_a_family_of_64_and_a_prompt_of_one_token_are_trained_on_alike_shared_an
         names = [name for name, config in calls.items() if size_of(config.layout) == size]
         each = ((learned, calls[name], False, step_of_one_group) for name in names)
         found |= {name: of_ranks[0] for name, of_ranks in zip(names, ranks.in_turn(size, *each), strict=True)}
-    (_, start), reference = found.pop("start"), found.pop("reference")
-    for name, update in found.items():
-        assert_same_update(update, reference, start, name)
-
-
-def test_an_update_with_groups_of_unequal_size_depends_on_no_layout(ranks: RankPool, tmp_path: Path) -> None:
-    write_policy(tmp_path)
-
-    def config(layout: LayoutConfig, lr: float = 1.0) -> Config:
-        made = config_for(tmp_path, layout, GRPO, 64, distributed=False)
-        allocation = AllocationConfig(rule="neyman", least=2, most=SAMPLES + 2)
-        rollout = replace(made.rollout, samples_per_prompt=3, allocation=allocation)
-        return replace(made, rollout=rollout, optimizer=replace(made.optimizer, lr=lr))
-
-    alone = {"start": config(ONE, lr=1e-30), "reference": config(ONE)}
-    found: dict[str, Update] = {}
-    for size, calls in ((1, alone), (2, {"dp2": config(LAYOUTS["dp2"])})):
-        each = ((learned, made, False, step_of_unequal_groups) for made in calls.values())
-        found |= {name: of_ranks[0] for name, of_ranks in zip(calls, ranks.in_turn(size, *each), strict=True)}
     (_, start), reference = found.pop("start"), found.pop("reference")
     for name, update in found.items():
         assert_same_update(update, reference, start, name)

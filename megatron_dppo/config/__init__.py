@@ -25,7 +25,6 @@ from megatron_dppo.config.model import (
     OptimizerConfig,
 )
 from megatron_dppo.config.rollout import (
-    AllocationConfig,
     BranchConfig,
     LaunchConfig,
     RolloutConfig,
@@ -75,14 +74,11 @@ class Config(Section):
             longest = self.data.max_prompt_tokens + limit
             yield partial(self.pack.check, longest, self.layout.pack_multiple)
         if command == "train":
-            samples = self.rollout.samples_per_prompt
-            tree, rule = bool(self.rollout.tree.branches), self.pruning.prompts.rule
             yield partial(self.reward.check, limit)
             yield self.loss.check
             yield self._check_distillation
-            yield partial(self.rollout.allocation.check, samples, tree=tree, prompts_rule=rule)
-            if tree:
-                yield partial(self.rollout.tree.check, samples, limit)
+            if self.rollout.tree.branches:
+                yield partial(self.rollout.tree.check, self.rollout.samples_per_prompt, limit)
                 yield self._check_tree
             yield self._check_roles
             yield self._check_updates
@@ -134,7 +130,6 @@ class Config(Section):
             raise UserError("rollout.roles", list(roles), "are to have a name of their own each", "Rename them")
         one_reward = "knows one reward of a completion, and those of rollout.roles have one for each role"
         for setting, value, refused, remedy in (
-            ("rollout.allocation.rule", rollout.allocation.rule, ("neyman",), "Set it to equal"),
             ("pruning.prompts.rule", pruning.prompts.rule, ("greso", "dynamic_sampling"), "Set it to neyman or none"),
             ("pruning.completions.score", pruning.completions.score, ("head",), "Set it to engine or advantage"),
         ):
@@ -178,7 +173,6 @@ class Config(Section):
             ("rollout.conversation", rollout.conversation, (None,), "Leave it out"),
             ("rollout.custom_generate", rollout.custom_generate, (None,), "Leave it out"),
             ("rollout.tree.branches", rollout.tree.branches, ((),), "Set it to []"),
-            ("rollout.allocation.rule", rollout.allocation.rule, ("equal",), "Set it to equal"),
             ("loss.replay_routing", self.loss.replay_routing, ("none", "update"), "Set it to none or update"),
         ):
             if value not in allowed:

@@ -147,47 +147,6 @@ class TreeConfig(Section):
             raise UserError("rollout.samples_per_prompt", samples, problem, f"Set it to {roots * each}")
 
 
-class AllocationConfig(Section):
-    """How many completions each prompt of a step is given, decided before its rollouts."""
-
-    rule: Literal["equal", "neyman"] = "equal"
-    """``equal``: rollout.samples_per_prompt each. ``neyman``: more for prompts whose rewards are expected to vary, and
-    fewer for the others, as many in all. Every prompt counts alike in the loss, whatever it is given. Where the loss
-    divides advantages by their deviation, these are those of groups of ``least``, whatever size groups have."""
-    least: Annotated[int, Ge(2)] = 4
-    """neyman: fewest completions of a prompt."""
-    most: Annotated[int, Ge(2)] = 16
-    """neyman: most completions of a prompt."""
-
-    def check(self, samples: int, *, tree: bool, prompts_rule: str) -> None:
-        """
-        Args:
-            samples: ``rollout.samples_per_prompt``.
-            tree: whether completions fork.
-            prompts_rule: ``pruning.prompts.rule``.
-        """
-        if self.rule == "equal":
-            return
-        mean = f"rollout.samples_per_prompt = {samples}, which completions are to come to in the mean"
-        if self.least > samples:
-            problem, remedy = f"is more than {mean}", f"Lower it to {samples} or less"
-            raise UserError("rollout.allocation.least", self.least, problem, remedy)
-        if self.most < samples:
-            problem, remedy = f"is less than {mean}", f"Raise it to {samples} or more"
-            raise UserError("rollout.allocation.most", self.most, problem, remedy)
-        if tree:
-            problem = "gives prompts different numbers of completions, and a tree has as many leaves for each"
-            remedy = "Set it to equal, or rollout.tree.branches=[]"
-            raise UserError("rollout.allocation.rule", self.rule, problem, remedy)
-        if prompts_rule in ("greso", "dynamic_sampling"):
-            problem = (
-                f"gives prompts different chances of groups of mixed reward, by which pruning.prompts.rule = "
-                f"{prompts_rule} chooses"
-            )
-            remedy = "Set it to equal, or pruning.prompts.rule to neyman, threshold or none"
-            raise UserError("rollout.allocation.rule", self.rule, problem, remedy)
-
-
 class RolloutConfig(Section):
     engine: Literal["local", "sglang", "vllm"] = "local"
     """What generates: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
@@ -202,8 +161,7 @@ class RolloutConfig(Section):
     prompts_per_step: Positive = 64
     """N, the window of candidate prompts that a step considers, before pruning."""
     samples_per_prompt: Annotated[int, Ge(2)] = 8
-    """G, completions for each prompt; with rollout.allocation in the mean over a step's prompts."""
-    allocation: AllocationConfig = AllocationConfig()
+    """G, completions for each prompt."""
     tree: TreeConfig = TreeConfig()
     max_response_tokens: Positive = 1024
     """A completion is cut off here, and counted as truncated."""
@@ -253,13 +211,3 @@ class RolloutConfig(Section):
     null: 1e-4 in fp32, 0.1 in bf16."""
     max_prob_error: AtLeastOne | None = None
     """Mean of exp |log p difference| past which the run stops; null: 1.001 in fp32, 1.2 in bf16."""
-
-    @property
-    def most_samples(self) -> int:
-        """Completions of a prompt that may be asked for."""
-        return self.samples_per_prompt if self.allocation.rule == "equal" else self.allocation.most
-
-    @property
-    def least_samples(self) -> int:
-        """Completions of a prompt that are asked for at least."""
-        return self.samples_per_prompt if self.allocation.rule == "equal" else self.allocation.least

@@ -27,7 +27,7 @@ from megatron_dppo.trainer.resume import PLACES
 
 SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function", "loss.", "pruning.", "pack.",
          "optimizer.", "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.temperature",
-         "rollout.max_response_tokens", "rollout.ahead", "rollout.allocation.")  # fmt: skip
+         "rollout.max_response_tokens", "rollout.ahead")  # fmt: skip
 """Settings that a card may tell."""
 SECRET = ("data.verifiers.arguments",)
 """Settings among these that may hold a key."""

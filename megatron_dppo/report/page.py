@@ -161,10 +161,7 @@ def _what(run: Run) -> str:
     if not run.config:
         return "no settings are recorded"
     model, data = PurePath(str(run.setting("model.path"))).name, data_of(run)
-    samples, allocation = run.setting("rollout.samples_per_prompt"), "rollout.allocation"
-    window = f"{run.setting('rollout.prompts_per_step')} prompts × {samples} samples"
-    if run.setting(f"{allocation}.rule") != "equal":
-        window += f" ({run.setting(f'{allocation}.least')} to {run.setting(f'{allocation}.most')})"
+    window = f"{run.setting('rollout.prompts_per_step')} prompts × {run.setting('rollout.samples_per_prompt')} samples"
     return f"{model or 'a policy'} on {data} · {run.setting('loss.name')} · {window} · seed {run.setting('run.seed')}"
 
 

@@ -1,4 +1,4 @@
-"""The losses of the GRPO family: a table of objectives, their advantages, and how token losses become one number.
+"""The losses of the GRPO family: a table of objectives, and how token losses become one number.
 
     J = (1/Z) Σ_q Σ_i c_qi Σ_t ℓ_qit
 
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Bools, Floats, Ints
 
 if TYPE_CHECKING:  # prune() is used where there is neither pydantic nor torch
@@ -117,49 +116,6 @@ def objective_for(loss: LossConfig) -> Objective:
     )
 
 
-def advantages(rewards: Floats, *, normalise: bool) -> Floats:
-    """How much better each completion was than its group: r − mean, or (r − mean)/std of the group.
-
-    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Rewards that
-    differ by rounding are equal, see ``without_rounding``. Whether a group is mixed is decided on the rewards: the mean
-    of equal numbers need not equal them in floating point.
-
-    Args:
-        rewards: [Q, G].
-        normalise: divide by the population standard deviation of the group.
-
-    Returns:
-        [Q, G]; exactly 0.0 in every group whose rewards are all equal.
-    """
-    rewards = without_rounding(rewards)
-    mixed = (rewards != rewards[:, :1]).any(axis=1, keepdims=True)
-    deviation = np.where(mixed, rewards - rewards.mean(axis=1, keepdims=True), 0.0)
-    if not normalise:
-        return deviation
-    deviation /= np.where(mixed, np.abs(deviation).max(axis=1, keepdims=True), 1.0)  # squares of tiny ones would vanish
-    return deviation / np.where(mixed, np.sqrt(np.mean(deviation**2, axis=1, keepdims=True)), 1.0)
-
-
-def whole_advantage(parts: Floats, squares: Floats) -> Floats:
-    """One advantage for a completion whose parts have several, by which the rules of pruning know it.
-
-    Its size is such that |a|·s = √Σ_l A_l² s_l², with s_l the score norms of the parts and s² their sum of squares. A
-    completion of the one advantage a would have a gradient of the same norm, where the scores of its tokens are
-    orthogonal. So A² is a second moment over tokens, weighted by the squares of their scores. The sign is that of Σ_l
-    A_l s_l².
-
-    Args:
-        parts: [Q, G, n], the advantages A_l.
-        squares: [Q, G, n], s_l².
-
-    Returns:
-        [Q, G]; 0 where all parts with s_l > 0 have the advantage 0, and nowhere else.
-    """
-    share = squares / np.maximum(squares.sum(axis=-1, keepdims=True), np.finfo(float).tiny)
-    size = np.sqrt((parts**2 * share).sum(axis=-1))
-    return np.where((parts * share).sum(axis=-1) < 0.0, -size, size)
-
-
 def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Floats:
     """DAPO's soft penalty of overlong responses (arXiv:2503.14476, equation 13), to be added to the reward.
 
@@ -177,45 +133,28 @@ def soft_overlong_penalty(lengths: ArrayLike, *, limit: int, buffer: int) -> Flo
     return np.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
 
 
-def coefficient(aggregation: Aggregation, sampled_lengths: Ints, share: Floats) -> Floats:
-    """c of each completion, in the shape of ``sampled_lengths``: 1/L for ``seq_mean``, else 1; times its share.
+def coefficient(aggregation: Aggregation, sampled_lengths: Ints) -> Floats:
+    """c of each completion, in the shape of ``sampled_lengths``: 1/L for ``seq_mean``, else 1.
 
     Args:
         aggregation: the objective's.
         sampled_lengths: [Q, G], tokens that the policy sampled.
-        share: [Q, G], by which a prompt counts alike however many completions it has, see ``shares``.
     """
     lengths = sampled_lengths.astype(np.float64)
-    each = 1.0 / np.maximum(lengths, 1.0) if aggregation == "seq_mean" else np.ones_like(lengths)
-    return share * each
+    return 1.0 / np.maximum(lengths, 1.0) if aggregation == "seq_mean" else np.ones_like(lengths)
 
 
-def shares(samples: Ints, present: Bools, group_size: int) -> Floats:
-    """[Q, G], how many completions of a group of ``group_size`` each stands for: ``group_size``/G_q; 0 for padding.
-
-    Args:
-        samples: [Q], G_q of each group.
-        present: [Q, G], what is no padding.
-        group_size: the G in Z.
-    """
-    return np.where(present, (group_size / samples)[:, None], 0.0)
-
-
-def kept_share(
-    aggregation: Aggregation, *, sampled_lengths: Ints, share: Floats, prompt_inclusion: Floats, kept: Bools
-) -> float:
+def kept_share(aggregation: Aggregation, *, sampled_lengths: Ints, prompt_inclusion: Floats, kept: Bools) -> float:
     """The share of Z that belongs to the kept completions [Q, G]: Z times it is what CPPO divides by."""
     size = sampled_lengths if aggregation == "token_mean" else np.ones_like(sampled_lengths)
-    parts = share * size / prompt_inclusion[:, None]
-    return float(parts[kept].sum() / parts[share > 0.0].sum()) if kept.any() else 1.0
+    parts = size / prompt_inclusion[:, None]
+    return float(parts[kept].sum() / parts.sum()) if kept.any() else 1.0
 
 
 def normaliser(
     aggregation: Aggregation,
     *,
     sampled_lengths: Ints,
-    share: Floats,
-    group_size: int,
     prompt_inclusion: Floats,
     prompts: float,
     max_response_tokens: int,
@@ -224,22 +163,20 @@ def normaliser(
 
     If prompts were pruned, the tokens that ``token_mean`` divides by are known of the rolled-out prompts only. Their
     sum is then estimated with each prompt's tokens times 1/π. The objective becomes a ratio of two unbiased estimates,
-    whose bias vanishes as 1/(number of prompts). So does that of groups of unequal size, whose tokens count by their
-    share: Z is what groups of ``group_size`` would have had.
+    whose bias vanishes as 1/(number of prompts).
 
     Args:
         aggregation: the objective's.
         sampled_lengths: [Q, G] of the rolled-out groups, tokens that the policy sampled.
-        share: [Q, G], as in ``coefficient``.
-        group_size: G, as how many completions each prompt counts.
         prompt_inclusion: [Q], their inclusion probabilities.
         prompts: number of candidate prompts that the minibatch stands for, the pruned ones included.
         max_response_tokens: L_max, the longest response allowed.
     """
+    group_size = sampled_lengths.shape[1]
     match aggregation:
         case "seq_mean":
             return float(prompts * group_size)
         case "token_mean":
-            return float((sampled_lengths.sum(axis=1) * share[:, 0] / prompt_inclusion).sum())
+            return float((sampled_lengths.sum(axis=1) / prompt_inclusion).sum())
         case "constant":
             return float(prompts * group_size * max_response_tokens)

@@ -37,7 +37,6 @@ def plain_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
     their prompt, without trees, roles and teachers. ``prompt_lengths`` are [Q]."""
     prompts, shape = len(prompt_lengths), (len(prompt_lengths), samples)
     return {
-        "samples": np.full(prompts, samples),
         "shared_lengths": prompts_shared(prompt_lengths, samples),
         "further_lengths": no_further(shape),
         "log_ratios": np.zeros((*shape, 2)),

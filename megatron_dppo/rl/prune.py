@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_dppo.rl.objectives import advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,
@@ -95,7 +95,7 @@ def prune(
         raise ValueError(f"rule={rule!r} is none of {', '.join(COMPLETION_RULES)}.")
     if not (0.0 < budget <= 1.0 <= max_weight and (length > 0).all() and np.isfinite(reward).all()):
         raise ValueError("0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards.")
-    advantage = advantages(reward, normalise=normalise)
+    advantage = group_advantages(reward, normalise=normalise)
     norm = 1.0 if logprobs is None else _score_norms(logprobs, length)
     candidates = CompletionCandidates(
         advantage=advantage,
@@ -103,7 +103,6 @@ def prune(
         cost=length + np.broadcast_to(np.asarray(prompt_lengths, np.float64).reshape(-1, 1), length.shape),
         floor=np.full_like(length, 1.0 / max_weight),
         zero_advantage=advantage == 0.0,
-        present=np.ones_like(length, dtype=np.bool_),
     )
     inclusion = completion_inclusion(rule, candidates, budget)
     mask = draw_completions(rule, candidates, inclusion, np.random.default_rng(seed))

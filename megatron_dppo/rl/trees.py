@@ -35,15 +35,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.config import TreeConfig
-from megatron_dppo.rl.objectives import whole_advantage
 from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Floats, Forks, Ints
+
+if TYPE_CHECKING:
+    from megatron_dppo.config import TreeConfig
 
 Number = TypeVar("Number", np.int64, np.float64)
 ROUNDING = 1e-12
@@ -195,24 +196,17 @@ def first_slots(lengths: Ints, forks: Forks, tree: TreeConfig) -> Ints:
     )
 
 
-def path_advantages(segments: Floats, lengths: Ints, score_norms: Floats, forks: Forks) -> Floats:
-    """The ``whole_advantage`` of a path, whose parts are its segments.
-
-    A segment counts by its tokens as well, so little that it matters only where all norms are 0.
+def segment_squares(lengths: Ints, score_norms: Floats, forks: Forks) -> Floats:
+    """[Q, G, B + 1], the squared score norm of each segment of a path.
 
     Args:
-        segments: [Q, G, B + 1], advantages.
         lengths: [Q, G].
         score_norms: [Q, G], of whole paths.
         forks: [Q, G, B].
-
-    Returns:
-        [Q, G]; 0 where all segments with tokens have the advantage 0, and nowhere else.
     """
     branches = forks["norm"] ** 2
     trunk = np.maximum(score_norms**2 - branches.sum(axis=-1), 0.0)
-    squares = np.concatenate([trunk[..., None], branches], axis=-1)
-    return whole_advantage(segments, squares + 1e-12 * segment_lengths(lengths, forks))
+    return np.concatenate([trunk[..., None], branches], axis=-1)
 
 
 def _of_nodes(slots: NDArray[Number], nodes: int) -> NDArray[Number]:

@@ -189,19 +189,15 @@ class Selection:
     """[Q], the probability with which each prompt was selected; 1 where nothing was pruned."""
     window: int
     """N, the number of candidates."""
-    samples: Ints | None = None
-    """[Q], completions of each prompt; None: ``rollout.samples_per_prompt`` of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
     """All that the planner knows of a step: no tokens. Groups are sorted by prompt id.
 
-    The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2], ``samples`` [2],
+    The example's group has ``prompt_ids`` [7], ``prompt_inclusion`` [0.5], ``prompt_lengths`` [2],
     ``response_lengths`` and ``sampled_lengths`` [[2, 3]], ``shared_lengths`` [[0, 2]], ``rewards`` [[1, 0]], ``owners``
     [0] if rank 0 generated it, and ``window`` 2.
-
-    In [Q, G] a group's completions come first. Behind those of smaller groups is padding, which nothing may count.
     """
 
     prompt_ids: Ints
@@ -210,8 +206,6 @@ class StepMetadata:
     """[Q]"""
     prompt_lengths: Ints
     """[Q], tokens."""
-    samples: Ints
-    """[Q], completions of each group."""
     response_lengths: Ints
     """[Q, G], all tokens of a response."""
     shared_lengths: Ints
@@ -244,12 +238,7 @@ class StepMetadata:
     @property
     def tokens(self) -> Ints:
         """[Q, G], what each completion takes up in a pack by itself: the tokens of its prompt and of its response."""
-        return np.where(self.present, self.prompt_lengths[:, None] + self.response_lengths, 0)
-
-    @property
-    def present(self) -> Bools:
-        """[Q, G], True for completions, False for padding."""
-        return np.arange(self.rewards.shape[1]) < self.samples[:, None]
+        return self.prompt_lengths[:, None] + self.response_lengths
 
 
 def no_forks(completions: tuple[int, ...]) -> Forks:

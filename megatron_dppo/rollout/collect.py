@@ -125,14 +125,12 @@ class Collector:
     ) -> Begun:
         """Ask the engine for this rank's share of a selection, or for what is missing from ``so_far``; ``again`` counts
         the earlier selections of the step."""
-        rollout, counts, mine = self._config.rollout, selection.samples, self._mine(selection)
-        prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[mine]]
+        rollout, prompts = self._config.rollout, [pool[int(p)] for p in selection.prompt_ids[self._mine(selection)]]
         if self._offline is not None:
             return Begun(selection, _offline_answers(prompts, self._offline), step)
         asked = self.ask(
             prompts,
-            samples=rollout.samples_per_prompt if counts is None else rollout.most_samples,
-            counts=() if counts is None else tuple(counts[mine].tolist()),
+            samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
             seed=engine_seed(self._config.run.seed, step, Purpose.SAMPLING, again),
             routing=self._routing,
@@ -153,8 +151,7 @@ class Collector:
             UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
         """
         selection = begun.selection
-        each = self._config.rollout.samples_per_prompt
-        total = len(selection.prompt_ids) * each if selection.samples is None else int(selection.samples.sum())
+        total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
         asked = begun.asked
         answers = self._read(asked) if isinstance(asked, Answers) else self.answers(asked, of_all=total)
         rollout = self._config.rollout
@@ -201,7 +198,6 @@ class Collector:
         prompts: Sequence[Prompt],
         *,
         samples: int,
-        counts: tuple[int, ...] = (),
         temperature: float,
         seed: int,
         routing: RoutingShape | None = None,
@@ -217,7 +213,6 @@ class Collector:
             seed=seed,
             routing=routing,
             branches=branches,
-            counts=counts,
         )
         if so_far is not None:
             return Asked(prompts, self._engine.go_on(prompts, sampling, so_far))
@@ -300,12 +295,12 @@ class Collector:
             if rollout.roles:
                 by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
                 of_roles.append(np.array(by_role) + penalty[:, None])
-        branches, samples = rollout.tree.branches, rollout.most_samples
+        branches = rollout.tree.branches
         part = _Part(
             metadata=metadata_of(
                 groups,
                 np.array(inclusion),
-                samples,
+                rollout.samples_per_prompt,
                 len(branches),
                 self._world.rank,
                 self._config.loss.distillation,
@@ -332,23 +327,20 @@ class Collector:
         return soft_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
     def _metrics(self, parts: Sequence[_Part], metadata: StepMetadata) -> dict[str, float]:
-        lengths, groups = metadata.response_lengths, metadata.samples
+        lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
-        count = max(int(groups.sum()), 1)
+        count = max(lengths.size, 1)
         return {
             "rollout/raw_reward": sum(p.raw_reward for p in parts) / count,
-            "rollout/reward": float(metadata.rewards[metadata.present].sum()) / count,
+            "rollout/reward": float(metadata.rewards.sum()) / count,
             "rollout/accuracy": sum(p.correct for p in parts) / count,
             "rollout/response_len/mean": float(lengths.sum()) / count,
             "rollout/response_len/max": float(lengths.max(initial=0)),
             "rollout/truncated_ratio": sum(p.truncated for p in parts) / count,
-            "rollout/zero_std/ratio": (len(groups) - len(mixed(metadata))) / max(len(groups), 1),
+            "rollout/zero_std/ratio": (groups - len(mixed(metadata))) / max(groups, 1),
             "rollout/generated_tokens": sampled,
             "rollout/unique_tokens": float(sum(p.unique_tokens for p in parts)),
             "rollout/entropy": sum(p.negative_logprob for p in parts) / max(sampled, 1.0),
-            "rollout/samples_per_prompt/min": float(groups.min(initial=count)),
-            "rollout/samples_per_prompt/max": float(groups.max(initial=0)),
-            "rollout/samples_per_prompt/mean": float(groups.sum()) / max(len(groups), 1),
             "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
             **mean_role_rewards(metadata, self._config.rollout.roles),
             "reward/timeouts": float(sum(p.failures.timeouts for p in parts)),

@@ -46,7 +46,7 @@ class Sampling:
     """How to sample. Log-probabilities are always those of the temperature-scaled distribution."""
 
     samples: int
-    """Completions per prompt; where ``counts`` says how many of each, the most."""
+    """Completions per prompt."""
     max_tokens: int
     temperature: float
     """0 is greedy; log-probabilities are then those at temperature 1."""
@@ -58,12 +58,6 @@ class Sampling:
     branches: tuple[BranchConfig, ...] = ()
     """Where completions fork, level by level: the ``samples`` are then the leaves of a tree (see ``rollout/tree.py``).
     Empty: each is sampled by itself."""
-    counts: tuple[int, ...] = ()
-    """Completions of each prompt in turn, where they are not as many of all; empty: ``samples`` of each."""
-
-    def count(self, index: int) -> int:
-        """Completions of the prompt in this place of those that are asked together."""
-        return self.counts[index] if self.counts else self.samples
 
     def seed_at(self, *place: int) -> int:
         """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a completion, and so on."""
@@ -88,7 +82,7 @@ class RolloutEngine(Protocol[Pending]):
     """
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:
-        """Ask for ``sampling.count(i)`` completions of the i-th of this rank's prompts (there may be none).
+        """Ask for ``sampling.samples`` completions of each of this rank's prompts (there may be none).
 
         Where servers generate it returns at once, and they go on while the trainer does something else.
         """

@@ -23,7 +23,6 @@ from megatron_dppo.bridge.checkpoint_folder import damaged
 from megatron_dppo.config import DistillationConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.plan import plain_fields
 from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collected
 from megatron_dppo.rollout.engine import Progress, SoFar
@@ -44,16 +43,15 @@ class RolloutsInFlight:
     def made_for(self, rollout: RolloutConfig) -> bool:
         """Whether these are as many completions to a prompt, with as many levels of forks and roles, as ``rollout``
         asks for."""
-        known, levels = self.rollouts.metadata, len(rollout.tree.branches)
-        fits = (known.samples >= rollout.least_samples) & (known.samples <= rollout.most_samples)
-        as_asked = known.forks.shape[2] == levels and known.roles.shape[2] == len(rollout.roles)
-        return bool(fits.all()) and as_asked
+        known = self.rollouts.metadata
+        asked = rollout.samples_per_prompt, len(rollout.tree.branches), len(rollout.roles)
+        return (known.rewards.shape[1], known.forks.shape[2], known.roles.shape[2]) == asked
 
     @property
     def oldest_version(self) -> int:
         """Of the weights that have made any of these tokens."""
         known = self.rollouts.metadata
-        return int(known.versions[known.present].min(initial=np.iinfo(np.int64).max))
+        return int(known.versions.min(initial=np.iinfo(np.int64).max))
 
     @property
     def sequences(self) -> int:
@@ -87,13 +85,11 @@ class BrokenOff:
         """Whether this rank may go on with them.
 
         Args:
-            rollout: its limit may have been lowered since, and groups have other bounds.
+            rollout: its limit may have been lowered since.
             oldest: version before which no token may have been made.
             routed: whether the routing of tokens is asked for.
         """
-        limit, samples = rollout.max_response_tokens, self.selection.samples
-        if samples is not None and not ((samples >= rollout.least_samples) & (samples <= rollout.most_samples)).all():
-            return False
+        limit = rollout.max_response_tokens
         return all(
             len(one.completion.token_ids) < limit + one.ended
             and one.completion.oldest_version >= oldest
@@ -123,8 +119,7 @@ def write_in_flight(place: Path, steps: Sequence[Waiting], world: World) -> None
             selection, known = batch.selection, {_RANKS: np.array(world.size)}
             _save(_file(folder, world.rank), _parts(batch.so_far))
         if world.leads:
-            chosen = {_CHOSEN + name: value for name, value in asdict(selection).items() if value is not None}
-            _save(folder / _STEP, known | chosen)
+            _save(folder / _STEP, known | {_CHOSEN + name: value for name, value in asdict(selection).items()})
 
 
 def read_in_flight(place: Path, pool: Sequence[Prompt], world: World) -> list[Waiting]:
@@ -157,10 +152,6 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
         return BrokenOff(selection, {prompt: known for each in found for prompt, known in each.items()})
     if "words" not in stored:
         return selection
-    if "surprise" in stored:  # the score norms' name in checkpoints before they were called that
-        stored["score_norms"] = stored.pop("surprise")
-    if {"rewards", "prompt_lengths"} <= stored.keys():  # earlier versions wrote less
-        stored = plain_fields(stored["prompt_lengths"], stored["rewards"].shape[1]) | stored
     words = json.loads(str(stored["words"]))
     if missing := [field.name for field in fields(StepMetadata) if field.name not in stored]:
         problem = f"its rollouts were written by another version of this package, without {', '.join(missing)}"
@@ -260,22 +251,17 @@ def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
 def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]) -> dict[int, Group]:
     """The stored groups of these prompts, by row of the metadata."""
     rows = stored["rows"]
-    completions = _completions(stored, metadata.response_lengths[rows][metadata.present[rows]])
-    sizes = metadata.samples[rows].tolist()
-    groups = [(row, tuple(islice(completions, size))) for row, size in zip(rows.tolist(), sizes, strict=True)]
-    return {row: Group(prompts[row], own, metadata.rewards[row, : len(own)]) for row, own in groups if row in prompts}
+    completions = _completions(stored, metadata.response_lengths[rows].ravel())
+    groups = [(row, tuple(islice(completions, metadata.rewards.shape[1]))) for row in rows.tolist()]
+    return {row: Group(prompts[row], own, metadata.rewards[row]) for row, own in groups if row in prompts}
 
 
 def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
     ends, last_spans = np.cumsum(lengths)[:-1], np.cumsum(stored["span_counts"])[:-1]
-    if "loss_mask" not in stored:  # earlier checkpoints mark what the policy did not sample by an infinite value
-        mask = stored["logprobs"] != np.inf
-        stored = stored | {"loss_mask": mask, "logprobs": np.where(mask, stored["logprobs"], np.float32(0.0))}
     routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
     taught = np.split(stored["teacher_logprobs"], ends) if "teacher_logprobs" in stored else repeat(None)
     roles = np.split(stored["roles"], ends) if "roles" in stored else repeat(None)
-    no_tree = np.zeros((len(lengths), 0))  # earlier checkpoints know of none
-    started = np.split(stored["starts"], np.cumsum(stored["start_counts"])[:-1]) if "starts" in stored else repeat(())
+    started = np.split(stored["starts"], np.cumsum(stored["start_counts"])[:-1])
     for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights, said, said_by, starts in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
@@ -283,8 +269,8 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         np.split(stored["spans"], last_spans),
         stored["stopped"].tolist(),
         routing,
-        stored.get("forks", no_tree).tolist(),
-        stored.get("fork_weights", no_tree).tolist(),
+        stored["forks"].tolist(),
+        stored["fork_weights"].tolist(),
         taught,
         roles,
         started,

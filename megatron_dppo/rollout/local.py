@@ -165,7 +165,7 @@ class LocalEngine(RolloutEngine[Generated]):
         """The groups: what begins at the prompts, then what continues after its forks, and after theirs."""
         branches = sampling.branches
         trees: list[list[TreePath]] = [[] for _ in prompts]
-        roots = [root_of(prompt, sampling.count(index), branches) for index, prompt in enumerate(prompts)]
+        roots = [root_of(prompt, sampling.samples, branches) for prompt in prompts]
         stems = list(zip(trees, roots, strict=True))
         while stems:
             now, stems = stems, []

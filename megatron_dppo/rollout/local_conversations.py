@@ -118,7 +118,7 @@ class LocalConversations:
         self._runner.close()
 
     def complete(self, prompts: Sequence[Prompt], sampling: Sampling, go_on: Continue) -> Completions:
-        """``sampling.count(i)`` completions of each prompt.
+        """``sampling.samples`` completions of each prompt.
 
         Raises:
             UserError: the function raised, gave a conversation up too often, took too long, or returned what cannot be
@@ -141,12 +141,8 @@ class _Conversations:
         self._named = False
 
     async def run(self) -> Completions:
-        counts = [self._sampling.count(index) for index in range(len(self._prompts))]
-        tasks = {
-            (index, number): asyncio.create_task(self._have((index, number)))
-            for index, count in enumerate(counts)
-            for number in range(count)
-        }
+        prompts, samples = range(len(self._prompts)), range(self._sampling.samples)
+        tasks = {(i, number): asyncio.create_task(self._have((i, number))) for i in prompts for number in samples}
         for task in tasks.values():
             task.add_done_callback(self._ended)
         try:
@@ -159,7 +155,7 @@ class _Conversations:
         finally:
             for task in tasks.values():
                 task.cancel()
-        return [tuple(tasks[i, number].result() for number in range(count)) for i, count in enumerate(counts)]
+        return [tuple(tasks[i, number].result() for number in samples) for i in prompts]
 
     def _ended(self, task: asyncio.Task[Completion]) -> None:
         self._moved.set()

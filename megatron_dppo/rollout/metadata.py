@@ -30,7 +30,7 @@ def metadata_of(
     Args:
         groups: Q of them; there may be none.
         inclusion: [Q], of their prompts.
-        samples: G, completions of the largest group that any rank may have.
+        samples: G, completions of each.
         levels: B, those at which completions may have forked.
         owner: the rank.
         distillation: says who teaches which of them.
@@ -42,10 +42,7 @@ def metadata_of(
         forks = np.array([[_forks(c) for c in g.completions] for g in groups], FORK).reshape(*shape, levels)
 
     def table(row: Callable[[Group], Sequence[float] | Floats], dtype: type = np.int64) -> NDArray[Any]:
-        padded: NDArray[Any] = np.zeros(shape, dtype)
-        for into, group in zip(padded, groups, strict=True):
-            into[: len(group.completions)] = row(group)
-        return padded
+        return np.array([row(group) for group in groups], dtype).reshape(shape)
 
     sources = [group.prompt.data_source for group in groups]
     teacher = np.array([distillation.model_of(source) for source in sources], np.int64)
@@ -53,13 +50,12 @@ def metadata_of(
     log_ratios[teacher >= 0, :, 1] = 1.0
     for ratios, source, group in zip(log_ratios, sources, groups, strict=True):
         if distillation.served(source):
-            ratios[: len(group.completions)] = [_log_ratios(c) for c in group.completions]
+            ratios[:] = [_log_ratios(c) for c in group.completions]
 
     return StepMetadata(
         prompt_ids=np.array([g.prompt.id for g in groups], np.int64),
         prompt_inclusion=inclusion.astype(np.float64),
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups], np.int64),
-        samples=np.array([len(g.completions) for g in groups], np.int64),
         response_lengths=table(lambda g: [len(c.token_ids) for c in g.completions]),
         shared_lengths=table(lambda g: shared_lengths(len(g.prompt.token_ids), g.completions)),
         sampled_lengths=table(lambda g: [int(c.loss_mask.sum()) for c in g.completions]),
@@ -101,8 +97,8 @@ def _log_ratios(completion: Completion) -> tuple[float, float]:
 def _roles(groups: Sequence[Group], samples: int, rewards: Sequence[Floats]) -> Roles:
     roles = np.zeros((len(groups), samples, rewards[0].shape[1]), ROLE)
     for into, group, of_group in zip(roles, groups, rewards, strict=True):
-        into["reward"][: len(of_group)] = of_group
-        for row, completion in zip(into, group.completions, strict=False):
+        into["reward"] = of_group
+        for row, completion in zip(into, group.completions, strict=True):
             for number, role in enumerate(row):
                 mine: Bools = np.equal(np.asarray(completion.roles), number)
                 role["tokens"], role["norm"] = mine.sum(), _score_norm(completion, mine)
@@ -150,8 +146,7 @@ def staleness(metadata: StepMetadata, version: int, *, bound: int) -> dict[str, 
     Raises:
         UserError: if a completion is older than that. It is not dropped: what is late is long.
     """
-    present = metadata.present
-    versions, lengths = metadata.versions[present], metadata.sampled_lengths[present]
+    versions, lengths = metadata.versions, metadata.sampled_lengths
     lag = np.where(versions == OFFLINE, 0, version - versions)
     oldest = int(lag.max(initial=0))
     if oldest > bound:

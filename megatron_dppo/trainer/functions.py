@@ -49,16 +49,15 @@ PROMPTS = prompt_rules.PromptCandidates(
     floor=0.2,
 )
 """What a rule for prompts is tried out with: three prompts, one never seen."""
-ADVANTAGE = np.array([[1.73, -0.58, -0.58, -0.58], [1.0, -1.0, 0.0, 0.0]])
+ADVANTAGE = np.array([[1.73, -0.58, -0.58, -0.58], [0.0, 0.0, 0.0, 0.0]])
 COMPLETIONS = completion_rules.CompletionCandidates(
     advantage=ADVANTAGE,
     score=np.abs(ADVANTAGE),
-    cost=np.array([[100.0, 120.0, 80.0, 90.0], [60.0, 70.0, 0.0, 0.0]]),
+    cost=np.array([[100.0, 120.0, 80.0, 90.0], [60.0, 70.0, 60.0, 90.0]]),
     floor=np.full(ADVANTAGE.shape, 0.2),
     zero_advantage=ADVANTAGE == 0.0,
-    present=ADVANTAGE != 0.0,
 )
-"""And one for completions: a group of four, and one of two with padding."""
+"""What a rule for completions is tried out with: a mixed group, and one of equal rewards."""
 
 
 def adopt_rules(pruning: PruningConfig) -> None:

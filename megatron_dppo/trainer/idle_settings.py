@@ -42,7 +42,7 @@ def _idle(config: Config) -> Iterator[str]:
     held_out = sources(config) if config.eval.problems != 0 else []
     tasks = {source.file for source in held_out} | (set() if config.data.rollouts else trained)
     served, talks = rollout.engine != "local", rollout.conversation is not None
-    predicts = prompts.rule in ("neyman", "function") or rollout.allocation.rule == "neyman"
+    predicts = prompts.rule in ("neyman", "function")
     rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
     for is_read, keys in (
         (weighed, ("loss.tis_level",)),
@@ -61,7 +61,6 @@ def _idle(config: Config) -> Iterator[str]:
         (served, OF_SERVERS),
         (served or talks, ("rollout.attempts", "rollout.request_timeout_s")),
         (served or loss.distillation.servers, ("rollout.max_in_flight",)),
-        (rollout.allocation.rule != "equal", ("rollout.allocation.least", "rollout.allocation.most")),
         (rollout.tree.branches, ("rollout.tree.",)),
         (model.lora.rank, ("model.lora.",)),
         (loss.kl_coef, ("model.reference_on_host",)),

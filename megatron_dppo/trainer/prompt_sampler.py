@@ -17,11 +17,11 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import Pool, PromptPool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.group_sizes import allocate, compared_size, counted_size
+from megatron_dppo.rl.advantages import advantages_of_segments
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits
-from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates
+from megatron_dppo.rl.pruning.minibatch import completion_candidates
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
@@ -186,7 +186,6 @@ class PromptSampler:
         check_shares(pool, widest)
         self._config, self._pool_size = config, pool_size
         self._objective = objective_for(config.loss)
-        self._as_of = compared_size(config.rollout, self._objective)
         self._order = order_of(pool, config.run.seed)
         prompts = config.pruning.prompts
         self._history = PromptForecast(
@@ -221,7 +220,7 @@ class PromptSampler:
 
     def _draw(self, step: int, window: Ints, again: int = 0) -> Selection:
         pruning = self._config.pruning.prompts
-        selection = select(
+        return select(
             window,
             self._history,
             pruning,
@@ -230,46 +229,25 @@ class PromptSampler:
             keep=scheduled_keep(pruning.keep, pruning.schedule, step, self._config.run.steps),
             rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
         )
-        return self.with_sizes(selection)
-
-    def with_sizes(self, selection: Selection) -> Selection:
-        """The same prompts with the number of completions of each, by what is now known of them."""
-        allocation, ids = self._config.rollout.allocation, selection.prompt_ids
-        if self._as_of is None:
-            return replace(selection, samples=None)
-        square = self._history.expected_square(ids, group_size=self._as_of, normalised=self._objective.normalise)
-        samples = allocate(
-            square / selection.inclusion**2,
-            self._history.expected_tokens(ids),
-            mean=self._config.rollout.samples_per_prompt,
-            least=allocation.least,
-            most=allocation.most,
-        )
-        return replace(selection, samples=samples)
 
     def remember(self, metadata: StepMetadata) -> Judgement:
         """Learn from a step's full groups, once nothing of that step is left to be drawn, and say how well they had
         been predicted."""
-        samples = metadata.samples
         segments = advantages_of_segments(metadata, self._config, self._objective)
         known = completion_candidates(metadata, self._config, self._objective, segments)
         terms = known.score * metadata.prompt_inclusion[:, None]
-        group_size = counted_size(samples, self._config.rollout)
         judgement = self._history.judge_and_learn(
             Visits(
                 prompt_ids=metadata.prompt_ids,
-                samples=samples,
-                group_size=group_size,
                 rewards=metadata.rewards,
                 advantages=known.advantage,
-                squares=(terms**2).sum(axis=1) * samples / group_size,
-                tokens=np.maximum(metadata.sampled_lengths.sum(axis=1) / samples, 1.0),
+                squares=(terms**2).sum(axis=1),
+                tokens=np.maximum(metadata.sampled_lengths.mean(axis=1), 1.0),
             )
         )
-        by_prediction = self._config.pruning.prompts.rule in ("neyman", "function")
-        if by_prediction or self._config.rollout.allocation.rule != "equal":
+        if self._config.pruning.prompts.rule in ("neyman", "function"):
             return judgement
-        return replace(judgement, notes=())  # of who predicts, which nothing depends on
+        return replace(judgement, notes=())  # nothing depends on who predicts
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""

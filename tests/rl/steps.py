@@ -23,7 +23,6 @@ def step_metadata(
         "prompt_ids": np.sort(rng.permutation(1000)[:groups]),
         "prompt_inclusion": np.ones(groups),
         "prompt_lengths": rng.integers(5, 30, groups),
-        "samples": np.full(groups, samples),
         "response_lengths": lengths,
         "sampled_lengths": fields.get("response_lengths", lengths),
         "further_lengths": no_further((groups, samples)),

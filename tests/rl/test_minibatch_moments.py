@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_dppo.config import LossConfig, RolloutConfig
-from megatron_dppo.rl.group_sizes import minibatch_advantages
+from megatron_dppo.config import LossConfig
+from megatron_dppo.rl.advantages import minibatch_advantages
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata
@@ -20,8 +20,7 @@ NAMES = ["reinforce_pp", "reinforce_pp_baseline"]
 
 
 def advantages_of(name: str, part: StepMetadata) -> Floats:
-    known = part.rewards, part.samples, part.prompt_inclusion
-    return minibatch_advantages(*known, RolloutConfig(), objective_for(LossConfig(name=name)))
+    return minibatch_advantages(part.rewards, part.prompt_inclusion, objective_for(LossConfig(name=name)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,10 +49,10 @@ def test_prompts_count_alike_whatever_their_group_has_and_by_how_many_they_stand
     whole = advantages_of(name, step_metadata(4, 4, rewards=rewards[[0, 0, 1, 2]]))
     weighted = step_metadata(3, 4, rewards=rewards, prompt_inclusion=np.array([0.5, 1.0, 1.0]))
     np.testing.assert_allclose(advantages_of(name, weighted), whole[1:], rtol=1e-12)
-    doubled = step_metadata(3, 8, rewards=np.concatenate([rewards, rewards * [[1], [0], [0]]], axis=1))
-    doubled = replace(doubled, samples=np.array([8, 4, 4]))
     once = advantages_of(name, step_metadata(3, 4, rewards=rewards))
-    found = advantages_of(name, doubled)
+    present = np.array([[True] * 8, [True] * 4 + [False] * 4, [True] * 4 + [False] * 4])
+    objective = objective_for(LossConfig(name=name))
+    found = minibatch_advantages(np.tile(rewards, 2), np.ones(3), objective, present)
     np.testing.assert_allclose(found[:, :4], once, rtol=1e-12)
     assert not found[1:, 4:].any()
 

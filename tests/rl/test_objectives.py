@@ -6,12 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.config import AllocationConfig, Config, LossConfig, RolloutConfig
-from megatron_dppo.rl.group_sizes import minibatch_advantages
+from megatron_dppo.config import LossConfig
+from megatron_dppo.rl.advantages import group_advantages, minibatch_advantages
 from megatron_dppo.rl.objectives import (
     OBJECTIVES,
     Aggregation,
-    advantages,
     coefficient,
     kept_share,
     normaliser,
@@ -19,21 +18,19 @@ from megatron_dppo.rl.objectives import (
     soft_overlong_penalty,
 )
 
-UNEQUAL = RolloutConfig(samples_per_prompt=4, allocation=AllocationConfig(rule="neyman", least=3, most=6))
-
 
 def test_rewards_of_zero_and_one_give_the_textbook_advantages():
     rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
     expected = [[3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)], [1, 1, -1, -1]]
-    np.testing.assert_allclose(advantages(rewards, normalise=True), expected, rtol=1e-15)
+    np.testing.assert_allclose(group_advantages(rewards, normalise=True), expected, rtol=1e-15)
     expected = [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5]]
-    np.testing.assert_array_equal(advantages(rewards, normalise=False), expected)
+    np.testing.assert_array_equal(group_advantages(rewards, normalise=False), expected)
 
 
 @given(st.floats(-10, 10), st.integers(2, 64), st.booleans())
 def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(reward: float, size: int, normalise: bool):
     rewards = np.array([[reward] * size, [0.0] * (size - 1) + [1.0]])
-    result = advantages(rewards, normalise=normalise)
+    result = group_advantages(rewards, normalise=normalise)
     assert (result[0] == 0.0).all()
     assert (result[1] != 0.0).all()
 
@@ -41,11 +38,11 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(reward: float, 
 def test_seven_times_a_tenth_is_not_mistaken_for_a_mixed_group():
     rewards = np.full((1, 7), 0.1)
     assert rewards.mean() != 0.1, "the case is meant to have a rounding error in its mean"
-    assert (advantages(rewards, normalise=True) == 0.0).all()
+    assert (group_advantages(rewards, normalise=True) == 0.0).all()
 
 
 def test_normalised_advantages_have_mean_zero_and_population_deviation_one():
-    result = advantages(np.random.default_rng(0).random((5, 8)), normalise=True)
+    result = group_advantages(np.random.default_rng(0).random((5, 8)), normalise=True)
     np.testing.assert_allclose(result.mean(axis=1), 0.0, atol=1e-14)
     np.testing.assert_allclose((result**2).sum(axis=1), 8.0, rtol=1e-14)
 
@@ -62,8 +59,6 @@ def test_no_buffer_means_no_penalty():
 
 
 LENGTHS = np.array([[2, 4], [5, 10]])
-WHOLE = np.ones((2, 2))
-"""Each completion stands for itself."""
 
 
 @pytest.mark.parametrize(
@@ -75,12 +70,10 @@ WHOLE = np.ones((2, 2))
     ],
 )
 def test_coefficients_and_normalisers_are_those_of_the_table(aggregation: Aggregation, c: list[list[float]], z: float):
-    np.testing.assert_array_equal(coefficient(aggregation, LENGTHS, WHOLE), c)
+    np.testing.assert_array_equal(coefficient(aggregation, LENGTHS), c)
     whole = normaliser(
         aggregation,
         sampled_lengths=LENGTHS,
-        share=WHOLE,
-        group_size=2,
         prompt_inclusion=np.ones(2),
         prompts=2,
         max_response_tokens=16,
@@ -91,13 +84,13 @@ def test_coefficients_and_normalisers_are_those_of_the_table(aggregation: Aggreg
 @pytest.mark.parametrize(("aggregation", "share"), [("seq_mean", 3 / 4), ("token_mean", 17 / 21), ("constant", 3 / 4)])
 def test_the_kept_normaliser_counts_what_is_kept(aggregation: Aggregation, share: float):
     kept = np.array([[True, False], [True, True]])
-    given = {"sampled_lengths": LENGTHS, "share": WHOLE, "prompt_inclusion": np.ones(2)}
+    given = {"sampled_lengths": LENGTHS, "prompt_inclusion": np.ones(2)}
     assert kept_share(aggregation, **given, kept=kept) == pytest.approx(share)
 
 
 def test_the_kept_normaliser_counts_a_pruned_prompt_for_those_it_stands_for():
     kept = np.array([[True, False], [True, True]])
-    seldom = {"sampled_lengths": LENGTHS, "share": WHOLE, "prompt_inclusion": np.array([0.5, 1.0])}
+    seldom = {"sampled_lengths": LENGTHS, "prompt_inclusion": np.array([0.5, 1.0])}
     assert kept_share("seq_mean", **seldom, kept=kept) == pytest.approx((2 + 2) / (4 + 2))
 
 
@@ -107,8 +100,6 @@ def test_unrolled_prompts_count_in_every_normaliser():
         aggregation: normaliser(
             aggregation,
             sampled_lengths=LENGTHS,
-            share=WHOLE,
-            group_size=2,
             prompt_inclusion=np.array([0.5, 0.1]),
             prompts=10,
             max_response_tokens=16,
@@ -122,27 +113,26 @@ def test_unrolled_prompts_count_in_every_normaliser():
 def test_the_sample_deviation_is_that_of_the_other_trainers(name: str):
     """torch's, which divides by one less than the rewards of a group; where advantages are divided by a group's."""
     rewards = np.array([[1.0, 0.0, 0.0, 0.5, 0.0], [0.2, 0.9, 0.4, 0.0, 0.0]])
-    samples, rollout = np.array([5, 3]), RolloutConfig()
+    present = np.array([[True] * 5, [True] * 3 + [False] * 2])
     population, sample = (
-        minibatch_advantages(rewards, samples, np.ones(2), rollout, objective_for(LossConfig(name=name, **given)))
+        minibatch_advantages(rewards, np.ones(2), objective_for(LossConfig(name=name, **given)), present)
         for given in ({}, {"deviation": "sample"})
     )
     if not OBJECTIVES[name].normalise:
         np.testing.assert_array_equal(population, sample)
         return
-    for row, size in enumerate(samples):
+    for row, size in enumerate((5, 3)):
         group = torch.from_numpy(rewards[row, :size])
         np.testing.assert_allclose(sample[row, :size], (group - group.mean()) / group.std(), rtol=1e-12)
         np.testing.assert_allclose(population[row, :size], (group - group.mean()) / group.std(correction=0), rtol=1e-12)
 
 
-def test_in_groups_of_unequal_size_the_sample_deviation_is_that_of_their_subgroups():
-    """The mean over all sub-groups of three of four, each with its own deviation."""
-    rewards, config = np.array([[1.0, 0.0, 0.0, 1.0]]), Config(rollout=UNEQUAL, loss=LossConfig(deviation="sample"))
-    found = minibatch_advantages(rewards, np.array([4]), np.ones(1), config.rollout, objective_for(config.loss))
-    total, count = np.zeros(4), np.zeros(4)
-    for members in itertools.combinations(range(4), 3):
-        group = rewards[0, list(members)]
-        total[list(members)] += (group - group.mean()) / group.std(ddof=1)
-        count[list(members)] += 1
-    np.testing.assert_allclose(found[0], total / count, rtol=1e-12)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_held_against_the_others_a_group_has_the_gradient_of_the_expected_reward(size: int):
+    """Over all groups that a policy of three answers can give, each with its probability."""
+    chances, rewards = np.array([0.5, 0.3, 0.2]), np.array([0.0, 0.3, 1.0])
+    groups = np.array(list(itertools.product(range(3), repeat=size)))
+    values = minibatch_advantages(rewards[groups], np.ones(len(groups)), objective_for(LossConfig(name="rloo")))
+    scores = np.eye(3)[groups] - chances  # of a softmax, by its logits
+    found = chances[groups].prod(axis=1) @ (values[..., None] * scores).mean(axis=1)
+    np.testing.assert_allclose(found, chances * (rewards - chances @ rewards), rtol=1e-12)

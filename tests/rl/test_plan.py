@@ -18,8 +18,8 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.errors import UserError
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.families import prefix_tree
-from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, plan_step, split_groups, take_groups
 from megatron_dppo.rl.types import StepMetadata, StepPlan, TrainingSamples
@@ -70,7 +70,7 @@ def test_samples_carry_the_numbers_of_their_completion(rule: str, name: str):
     np.testing.assert_array_equal(samples.owner, metadata.owners[samples.group])
     np.testing.assert_array_equal(samples.prompt_length, metadata.prompt_lengths[samples.group])
     np.testing.assert_array_equal(samples.response_length, metadata.response_lengths[at])
-    np.testing.assert_array_equal(samples.advantage, advantages(metadata.rewards, normalise=True)[at])
+    np.testing.assert_array_equal(samples.advantage, group_advantages(metadata.rewards, normalise=True)[at])
     c, z = (1 / samples.response_length, 24 * 8) if name == "grpo" else (1.0, metadata.response_lengths.sum())
     assert minibatch.normaliser == z
     np.testing.assert_allclose(samples.scale, samples.weight * c / z, rtol=1e-15)
@@ -291,7 +291,7 @@ def test_where_the_schedule_prunes_nothing_all_that_can_teach_is_kept_at_weight_
     metadata = step_metadata(32)
     config = scheduled(ScheduleConfig(shape="linear", ramp=0.5, off_last=0.1), rule=rule)
     samples = plan(metadata, config, step=step).minibatches[0].samples
-    group, completion = np.nonzero(advantages(metadata.rewards, normalise=True))
+    group, completion = np.nonzero(group_advantages(metadata.rewards, normalise=True))
     np.testing.assert_array_equal(samples.group, group)
     np.testing.assert_array_equal(samples.completion, completion)
     assert (samples.weight == 1.0).all()

@@ -9,7 +9,7 @@ import pytest
 
 import megatron_dppo
 from megatron_dppo import prune
-from megatron_dppo.rl.objectives import advantages
+from megatron_dppo.rl.advantages import group_advantages
 from tests.rl.integration import FixedOffset
 
 DRAWS = 1024
@@ -110,7 +110,7 @@ def test_with_the_factor_of_its_loss_another_trainer_has_the_gradient_of_the_who
     given, longest = batch(), 60
     monkeypatch.setattr(np.random, "default_rng", FixedOffset)
     lengths, rewards = given["lengths"], given["rewards"].astype(float)
-    advantage = advantages(rewards, normalise=name != "dr_grpo")
+    advantage = group_advantages(rewards, normalise=name != "dr_grpo")
     policy, divergence = np.random.RandomState(0).rand(2, *lengths.shape) * np.sqrt(lengths)
     policy *= np.sign(advantage)  # all terms are positive: nothing cancels out
     whole, mixed = np.ones_like(lengths, bool), advantage != 0.0

@@ -10,12 +10,12 @@ import pytest
 
 from megatron_dppo.config import Config, LossConfig, RolloutConfig, replace
 from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.advantages import advantages_of_segments, role_advantages
 from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step
-from megatron_dppo.rl.pruning.minibatch import advantages_of_segments, completion_candidates, prune_minibatch
-from megatron_dppo.rl.roles import role_advantages
+from megatron_dppo.rl.pruning.minibatch import completion_candidates, prune_minibatch
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import (
     ROLE,
@@ -81,7 +81,6 @@ def metadata_for(chosen: tuple[int, ...]) -> StepMetadata:
         prompt_ids=np.zeros(1, np.int64),
         prompt_inclusion=np.ones(1),
         prompt_lengths=np.full(1, 2),
-        samples=np.full(1, len(chosen)),
         response_lengths=lengths,
         shared_lengths=prompts_shared(np.full(1, 2), len(chosen)),
         sampled_lengths=lengths,
@@ -163,8 +162,7 @@ def test_a_role_is_held_against_the_conversations_in_which_it_speaks(name: str, 
     roles["reward"] = [[[4.0, 77.0], [0.0, 3.0], [2.0, 2.0]]]
     roles["tokens"] = [[[1, 0], [2, 5], [1, 1]]]
     metadata = metadata_for((0, 0, 0))
-    rollout, objective = config_for("none").rollout, objective_for(LossConfig(name=name))
-    found = role_advantages(dataclasses.replace(metadata, roles=roles), rollout, objective)
+    found = role_advantages(dataclasses.replace(metadata, roles=roles), objective_for(LossConfig(name=name)))
     wanted = np.array(expected)
     if name == "grpo":
         wanted[:, 0] *= np.sqrt(3 / 2)

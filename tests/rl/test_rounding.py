@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megatron_dppo import prune
-from megatron_dppo.config import RolloutConfig, TreeConfig
+from megatron_dppo.config import TreeConfig
 from megatron_dppo.config.rollout import BranchConfig
-from megatron_dppo.rl.group_sizes import group_advantages, minibatch_advantages
-from megatron_dppo.rl.objectives import OBJECTIVES, advantages, objective_for
+from megatron_dppo.rl.advantages import group_advantages, minibatch_advantages
+from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.forecast import PromptForecast, Visits
 from megatron_dppo.rl.pruning.history import PromptHistory
@@ -34,7 +34,7 @@ SINGLE = np.float32(0.1) * np.array([[3, 1, 2, 1]], np.float32) + np.float32(0.1
 def test_rounding_is_no_advantage_at_any_scale(rewards: np.ndarray, scale: float):
     assert len(np.unique(rewards)) > 1, "the case is meant to be one of rounding"
     for normalise in (True, False):
-        assert (advantages(scale * rewards, normalise=normalise) == 0.0).all()
+        assert (group_advantages(scale * rewards, normalise=normalise) == 0.0).all()
     assert not prune([[9, 9, 9, 9]], scale * rewards).mask.any()
 
 
@@ -42,14 +42,14 @@ def test_rounding_is_no_advantage_at_any_scale(rewards: np.ndarray, scale: float
 @pytest.mark.parametrize("step", [1e-6, 1e-3])
 def test_what_differs_by_more_than_rounding_has_an_advantage(scale: float, step: float):
     rewards = scale * np.array([[1.0, 1.0 - step, 1.0, 1.0]])
-    found = advantages(rewards, normalise=True)
+    found = group_advantages(rewards, normalise=True)
     np.testing.assert_allclose(found, [[3**-0.5, -(3**0.5), 3**-0.5, 3**-0.5]], rtol=1e-6)
     assert prune([[9, 9, 9, 9]], rewards, budget=1.0).mask.all()
 
 
 def test_equal_rewards_beside_others_have_equal_advantages():
     rewards = np.array([[1.0, *ALIKE[0]], [0.3, 0.3, 0.0, *SINGLE[0, :2]]])
-    one, two = advantages(rewards, normalise=True)
+    one, two = group_advantages(rewards, normalise=True)
     assert len(set(one[1:])) == 1 and one[0] > 0.0
     assert len(set(two)) == 3 and two[0] == two[1] and two[3] == two[4]
 
@@ -57,46 +57,36 @@ def test_equal_rewards_beside_others_have_equal_advantages():
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_objective_has_an_advantage_of_rounding(name: str):
     rewards = np.array([[*ALIKE[0], 7.0], [*ALIKE[0, ::-1], -7.0]])
-    found = minibatch_advantages(rewards, np.array([4, 4]), np.ones(2), RolloutConfig(), OBJECTIVES[name])
-    assert (found == 0.0).all(), "the last column is padding"
+    found = minibatch_advantages(rewards, np.ones(2), OBJECTIVES[name], np.arange(5) < np.array([[4], [4]]))
+    assert (found == 0.0).all(), "the last column takes no part"
 
 
-def test_subgroups_of_two_rewards_are_those_of_two_numbers():
-    """Four of eight are 0.3, which is one number, or three."""
-    exact, rounded = np.array([[1.0, 0, 0, 0, 0.3, 0.3, 0.3, 0.3]]), np.array([[1.0, 0, 0, 0, *ALIKE[0]]])
-    for rewards in (exact[:, 1:], exact):
-        n = rewards.shape[1]
-        found = [group_advantages(r[:, -n:], np.array([n]), normalise=True, as_of=3) for r in (exact, rounded)]
-        np.testing.assert_array_equal(*found)
-
-
-def test_rounding_makes_no_mixed_group_and_padding_none_either():
-    rewards = np.array([[*ALIKE[0], 9.0], [*RIGHT[0], 0.0], [1.0, 0.0, 1.0, 1.0, 1.0]])
-    metadata = replace(step_metadata(3, 5, rewards=rewards), samples=np.array([4, 4, 5]))
-    assert mixed(metadata).tolist() == [2]
+def test_rounding_makes_no_mixed_group():
+    rewards = np.array([ALIKE[0], RIGHT[0], [1.0, 0.0, 1.0, 1.0]])
+    assert mixed(step_metadata(3, 4, rewards=rewards)).tolist() == [2]
 
 
 def test_a_reward_history_takes_rounding_for_equality():
     history, ids = PromptHistory(0.5), np.array([1, 2])
     rewards = np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])])
-    history.update(ids, rewards, advantages(rewards, normalise=True))
+    history.update(ids, rewards, group_advantages(rewards, normalise=True))
     assert history.binary
     assert history.equal_visits(ids).tolist() == [1, 0]
     alpha, beta = history.posterior(ids)
     assert (alpha - beta) - (alpha - beta)[1] == pytest.approx([4.0, 0.0]), "four right; two right and two wrong"
-    history.update(ids[:1], ALIKE, advantages(ALIKE, normalise=True))
+    history.update(ids[:1], ALIKE, group_advantages(ALIKE, normalise=True))
     assert not history.binary
     assert history.equal_visits(ids[:1]).tolist() == [2]
 
 
 def test_so_does_a_forecast():
     known = PromptForecast(0.9, PromptFeatures(made_up_pool(4)), "auto")
-    one, four = np.ones(2), np.full(2, 4)
+    one = np.ones(2)
 
     def learn(*groups: np.ndarray) -> None:
-        rewards = np.concatenate([np.concatenate(groups), np.zeros((2, 1))], axis=1)  # and padding
+        rewards = np.concatenate(groups)
         values = np.zeros_like(rewards)
-        known.judge_and_learn(Visits(np.array([0, 1]), four, 4, rewards, values, squares=one, tokens=one))
+        known.judge_and_learn(Visits(np.array([0, 1]), rewards, values, squares=one, tokens=one))
 
     learn(RIGHT, 1.0 - RIGHT + np.array([[1.0, 0.0, 0.0, 0.0]]))
     assert known.binary

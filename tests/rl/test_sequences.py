@@ -49,7 +49,7 @@ def test_every_sequence_of_a_kept_completion_is_in_one_pack_with_its_completions
     rows = minibatch.samples
     assert sorted(k for replica in minibatch.packs for pack in replica for k in pack) == list(range(len(rows.group)))
     kept = {(q, i) for q, i in zip(rows.group.tolist(), rows.completion.tolist(), strict=True)}
-    assert 0 < len(kept) < metadata.present.sum()
+    assert 0 < len(kept) < metadata.rewards.size
     for q, i in kept:
         mine = (rows.group == q) & (rows.completion == i)
         further = metadata.further_lengths[q, i][metadata.further_lengths[q, i] > 0]
@@ -92,8 +92,8 @@ def test_over_all_draws_the_gradient_is_that_of_all_sequences(loss: str, monkeyp
 
 
 def plan_advantages(metadata: StepMetadata, config: Config) -> np.ndarray:
+    from megatron_dppo.rl.advantages import advantages_of_segments
     from megatron_dppo.rl.objectives import objective_for
-    from megatron_dppo.rl.pruning.minibatch import advantages_of_segments
 
     return advantages_of_segments(metadata, config, objective_for(config.loss))[..., 0]
 

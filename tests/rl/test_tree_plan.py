@@ -7,15 +7,16 @@ import pytest
 
 from megatron_dppo.config import Config, RolloutConfig, replace
 from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.advantages import completion_advantages
 from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.trees import path_advantages, segment_advantages
+from megatron_dppo.rl.trees import segment_advantages
 from megatron_dppo.rl.types import FORK, Floats, StepMetadata, StepPlan, no_roles
 from tests.rl.integration import FixedOffset, outcomes
-from tests.rl.steps import step_config
+from tests.rl.steps import step_config, step_metadata
 from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, toy
 
 SHORT = toy((0, 0), (0, 1), (1, 0))
@@ -42,7 +43,6 @@ def metadata_of(given: Forests, groups: slice = slice(None)) -> StepMetadata:
         prompt_ids=np.arange(count),
         prompt_inclusion=np.ones(count),
         prompt_lengths=np.full(count, 2),
-        samples=np.full(count, given.lengths.shape[1]),
         response_lengths=given.lengths[groups],
         shared_lengths=prompts_shared(np.full(count, 2), given.lengths.shape[1]),
         sampled_lengths=given.lengths[groups],
@@ -142,10 +142,11 @@ def test_the_score_of_a_path_is_the_norm_of_independent_segments() -> None:
 
 def test_where_no_norm_is_known_a_path_has_the_root_mean_square_over_its_tokens() -> None:
     forks = np.array([[[(2, 0.0, 0.0, 1.0)]]], FORK)
-    segments, lengths = np.array([[[-4.0, 1.0]]]), np.array([[8]])
-    found = path_advantages(segments, lengths, np.zeros((1, 1)), forks)
+    zero = np.zeros((1, 1))
+    part = step_metadata(1, 1, forks=forks, response_lengths=np.array([[8]]), score_norms=zero, roles=no_roles((1, 1)))
+    found = completion_advantages(part, np.array([[[-4.0, 1.0]]]))
     assert found[0, 0] == pytest.approx(-np.sqrt((2 * 16.0 + 6 * 1.0) / 8))
-    assert path_advantages(np.array([[[0.0, 0.0]]]), lengths, np.zeros((1, 1)), forks)[0, 0] == 0.0
+    assert completion_advantages(part, np.array([[[0.0, 0.0]]]))[0, 0] == 0.0
 
 
 def test_a_token_of_a_pack_has_the_advantage_of_its_segment() -> None:

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.config import AllocationConfig, Config, DistillationConfig, PackConfig, PromptPruningConfig, replace
+from megatron_dppo.config import Config, DistillationConfig, PackConfig, PromptPruningConfig, replace
 from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.losses import token_losses
-from megatron_dppo.rl.objectives import advantages, objective_for
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning import prompt_rules
 from megatron_dppo.rl.pruning.completion_rules import adopt
@@ -63,8 +64,6 @@ class World:
     engine_logprobs: list[list[np.ndarray]]
     rewards: np.ndarray
     history: PromptHistory = field(default_factory=lambda: PromptHistory(0.9))
-    samples: np.ndarray = field(default_factory=lambda: np.full(PROMPTS, SAMPLES))
-    """Completions that each prompt is given, the first of its ``responses``."""
     taught: np.ndarray = field(default_factory=lambda: np.zeros(PROMPTS, bool))
     """Prompts to which the reference is a teacher."""
     serves: bool = False
@@ -85,11 +84,10 @@ class World:
     def metadata(self, selection: Selection) -> StepMetadata:
         ids = selection.prompt_ids
         logprobs = [[self.engine_logprobs[q][i] for i in range(SAMPLES)] for q in ids]
-        whole = StepMetadata(
+        return StepMetadata(
             prompt_ids=ids,
             prompt_inclusion=selection.inclusion,
             prompt_lengths=np.array([len(self.prompts[q]) for q in ids]),
-            samples=self.samples[ids],
             response_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
             shared_lengths=prompts_shared(np.array([len(self.prompts[q]) for q in ids]), SAMPLES),
             sampled_lengths=np.array([[len(r) for r in self.responses[q]] for q in ids]),
@@ -104,9 +102,6 @@ class World:
             owners=np.zeros(len(ids), dtype=np.int64),
             window=float(selection.window),
         )
-        padded = ("response_lengths", "shared_lengths", "sampled_lengths", "rewards", "score_norms")
-        zeroed = {name: np.where(whole.present, getattr(whole, name), 0) for name in padded}
-        return dataclasses.replace(whole, **zeroed)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +121,7 @@ def world() -> World:
         rewards=np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]], dtype=float),
     )
     earlier = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=float)
-    world.history.update(np.arange(4), earlier, advantages(earlier, normalise=True))
+    world.history.update(np.arange(4), earlier, group_advantages(earlier, normalise=True))
     return world
 
 
@@ -192,7 +187,7 @@ def recomputed(metadata: StepMetadata, samples: TrainingSamples) -> TrainingSamp
     result = np.zeros(len(samples.group))
     for group in np.unique(samples.group):
         left = samples.group == group
-        result[left] = advantages(metadata.rewards[group, samples.completion[left]][None], normalise=True)[0]
+        result[left] = group_advantages(metadata.rewards[group, samples.completion[left]][None], normalise=True)[0]
     return dataclasses.replace(samples, advantage=result)
 
 
@@ -229,9 +224,9 @@ def draws(metadata: StepMetadata, config: Config) -> Iterator[tuple[FixedOffset 
     """Every outcome of the draw of completions, as the generator that brings it about, with its probability."""
     rule = config.pruning.completions
     known = prune_minibatch(metadata, config, objective_for(config.loss), keep=rule.keep, rng=np.random.default_rng())
-    groups, _ = np.nonzero(metadata.present)
-    order = np.lexsort((known.advantage[metadata.present], groups))
-    inclusion = known.inclusion[metadata.present][order]
+    groups, _ = np.indices(known.kept.shape)
+    order = np.lexsort((known.advantage.ravel(), groups.ravel()))
+    inclusion = known.inclusion.ravel()[order]
     if rule.rule != "threshold":
         yield from ((FixedOffset(offset), length) for offset, length in outcomes(inclusion))
         return
@@ -338,7 +333,7 @@ def test_so_is_one_for_prompts(world, monkeypatch):
 def test_no_predictor_however_bad_biases_the_gradient(world, monkeypatch, said, lengths):
     """Probabilities that know nothing of a step's rollouts cost variance at worst."""
     rng = np.random.default_rng(1)
-    truth = (advantages(world.rewards, normalise=True) ** 2).sum(axis=1) + 0.1
+    truth = (group_advantages(world.rewards, normalise=True) ** 2).sum(axis=1) + 0.1
     squares = {
         "the same of all": np.ones(PROMPTS),
         "the inverse of the truth": 1.0 / truth**2,
@@ -353,25 +348,6 @@ def test_no_predictor_however_bad_biases_the_gradient(world, monkeypatch, said, 
 def test_the_papers_rule_is_unbiased_over_all_of_its_masks(world, monkeypatch):
     small = dataclasses.replace(world, rewards=np.where(np.arange(PROMPTS)[:, None] < 2, world.rewards, 0.0))
     assert relative_error(small, settings("none", "threshold", name="dapo"), monkeypatch) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("prompts", "loss"),
-    [
-        *itertools.product(
-            ("none", "neyman"), ({"name": "grpo"}, {"name": "grpo", "kl_coef": 0.1}, {"name": "dr_grpo"})
-        ),
-        ("neyman", {"name": "rloo"}),
-        ("none", {"name": "reinforce_pp"}),
-        ("none", {"name": "reinforce_pp_baseline"}),
-    ],
-)
-def test_so_it_is_with_groups_of_unequal_size(world, monkeypatch, loss, prompts):
-    given = dataclasses.replace(world, samples=np.array([3, 4, 2, 4, 3]))
-    config = settings(prompts, "neyman", **loss)
-    allocation = AllocationConfig(rule="neyman", least=2, most=SAMPLES)
-    rollout = replace(config.rollout, samples_per_prompt=3, allocation=allocation)
-    assert relative_error(given, replace(config, rollout=rollout), monkeypatch) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class ScriptedEngine(RolloutEngine[Completions]):
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
         self.asked.append(([prompt.id for prompt in prompts], sampling))
-        return [tuple(map(self._complete, self._script[p.id][: sampling.count(i)])) for i, p in enumerate(prompts)]
+        return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
 
     def finish(self, pending: Completions, look: Look | None = None) -> Completions:
         """All groups but the last can be looked at before the end."""

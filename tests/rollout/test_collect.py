@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron_dppo.config import AllocationConfig, BranchConfig, Config, LossConfig, RunConfig, TreeConfig, replace
+from megatron_dppo.config import BranchConfig, Config, LossConfig, RunConfig, TreeConfig, replace
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
@@ -280,37 +280,6 @@ def test_the_planner_knows_where_every_path_of_a_tree_forks(bench: Bench) -> Non
     assert bench.collect({2: broken}, config=config).metadata.forks.shape == (0, 8, 2), "as on the other ranks"
     with pytest.raises(UserError, match="that did not fork"):
         bench.collect({2: [Said("score 1")] * 8}, config=config)
-
-
-def test_prompts_are_given_as_many_completions_as_their_selection_says_and_no_figure_counts_more(bench: Bench) -> None:
-    """The script has three for each: the second prompt is asked for two of them."""
-    config = collect_config()
-    allocation = AllocationConfig(rule="neyman", least=2, most=5)
-    config = replace(config, rollout=replace(config.rollout, samples_per_prompt=2, allocation=allocation))
-    script = {
-        6: [Said("score 1"), Said("score 2".ljust(20), ended=False), Said("score 0")],
-        3: [Said("score 1", given=(3, 4)), Said("score 1"), Said("score 0")],
-    }
-    collector = bench.collector(script, config)
-    selection = Selection(np.array([6, 3]), np.ones(2), 2, samples=np.array([3, 2]))
-    result = collect(collector, pool_of(10), selection, step=4)
-    known = result.metadata
-    assert (known.prompt_ids.tolist(), known.samples.tolist(), known.rewards.shape) == ([3, 6], [2, 3], (2, 5))
-    assert known.rewards.tolist() == [[1, 1, 0, 0, 0], [1, 2, 0, 0, 0]]
-    assert known.sampled_lengths.tolist() == [[6, 8, 0, 0, 0], [8, 20, 8, 0, 0]]
-    assert not known.versions[~known.present].any() and not known.score_norms[~known.present].any()
-    assert [len(result.held[row].completions) for row in (0, 1)] == [2, 3]
-    metrics = result.metrics
-    assert metrics["rollout/raw_reward"] == metrics["rollout/reward"] == pytest.approx(5 / 5)
-    assert metrics["rollout/accuracy"] == pytest.approx(4 / 5)
-    assert metrics["rollout/response_len/mean"] == pytest.approx((8 + 8 + 8 + 20 + 8) / 5)
-    assert metrics["rollout/truncated_ratio"] == pytest.approx(1 / 5)
-    assert metrics["rollout/zero_std/ratio"] == 1 / 2
-    assert metrics["rollout/generated_tokens"] == 50.0
-    sizes = [metrics[f"rollout/samples_per_prompt/{of}"] for of in ("min", "max", "mean")]
-    assert sizes == [2.0, 3.0, 2.5]
-    collect(collector, pool_of(10), Selection(np.array([6, 3]), np.ones(2), 2), step=5)
-    assert [(asked.samples, asked.counts) for _, asked in bench.engine.asked] == [(5, (3, 2)), (2, ())]
 
 
 def test_metrics_of_a_step_written_out(bench: Bench) -> None:

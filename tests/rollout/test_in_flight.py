@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_dppo.config import AllocationConfig, BranchConfig, DistillationConfig, RolloutConfig, TreeConfig
+from megatron_dppo.config import BranchConfig, DistillationConfig, RolloutConfig, TreeConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
@@ -55,7 +55,6 @@ def batch_of(world: World, *, routed: bool = False) -> RolloutsInFlight:
         prompt_ids=np.array(list(groups), np.int64),
         prompt_inclusion=np.array(list(groups)) / 7.0,
         prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups.values()], np.int64),
-        samples=np.full(len(groups), 3),
         response_lengths=np.array([[len(c.token_ids) for c in g.completions] for g in groups.values()]).reshape(shape),
         shared_lengths=np.arange(3 * len(groups)).reshape(shape),
         sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups.values()]).reshape(shape),
@@ -160,24 +159,20 @@ def test_a_batch_knows_whether_its_teachers_are_those_of_the_run(teacher: str | 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 3)])
 def test_several_steps_come_back_in_their_order(writers: int, readers: int, tmp_path: Path) -> None:
     """Also where prompts were drawn that nobody has rolled out; and a batch knows how old it is."""
-    drawn = Selection(np.array([4, 2]), np.array([0.3, 1.0]), 2, np.array([3, 5]))
+    drawn = Selection(np.array([4, 2]), np.array([0.3, 1.0]), 2)
 
     def write(world: World) -> None:
-        write_in_flight(tmp_path, [batch_of(world), unequal_batch_of(world), drawn], world)
+        write_in_flight(tmp_path, [batch_of(world), batch_of(world), drawn], world)
 
     as_ranks(writers, write)
     for first, second, third in as_ranks(readers, lambda world: read_in_flight(tmp_path, pool_of(10), world)):
         assert isinstance(first, RolloutsInFlight) and isinstance(second, RolloutsInFlight)
-        assert [batch.rollouts.metadata.samples.tolist() for batch in (first, second)] == [
-            [3] * len(PROMPTS), [2 + prompt % 3 for prompt in sorted(PROMPTS)],
-        ]  # fmt: skip
         assert [first.oldest_version, second.oldest_version] == [3, 3]
         for batch in (first, second):
             for row, group in batch.rollouts.held.items():
-                prompt, size = int(batch.rollouts.metadata.prompt_ids[row]), len(group.completions)
-                assert same_group(group, group_of(prompt, samples=size))
+                assert same_group(group, group_of(int(batch.rollouts.metadata.prompt_ids[row])))
         assert isinstance(third, Selection) and third.window == 2
-        for field in ("prompt_ids", "inclusion", "samples"):
+        for field in ("prompt_ids", "inclusion"):
             np.testing.assert_array_equal(getattr(third, field), getattr(drawn, field))
 
 
@@ -204,55 +199,6 @@ def test_rollouts_of_another_version_are_told_with_a_way_on(tmp_path: Path) -> N
     with pytest.raises(UserError, match="without sampled_lengths") as raised:
         read(world, tmp_path)
     assert f"model.checkpoint={tmp_path}" in raised.value.remedy
-
-
-def test_rollouts_from_before_the_score_norms_had_their_name_are_read(tmp_path: Path) -> None:
-    batch = wrote(world_of(1, 0), tmp_path)
-    file = tmp_path / "rollouts" / "step.npz"
-    with np.load(file) as stored:
-        np.savez(file, **{"surprise" if name == "score_norms" else name: stored[name] for name in stored.files})
-    back = read(world_of(1, 0), tmp_path)
-    np.testing.assert_array_equal(back.rollouts.metadata.score_norms, batch.rollouts.metadata.score_norms)
-
-
-def test_rollouts_from_before_there_were_trees_are_read(tmp_path: Path) -> None:
-    world = world_of(1, 0)
-    wrote(world, tmp_path)
-    for name in ("step", "rank_00000"):
-        file = tmp_path / "rollouts" / f"{name}.npz"
-        with np.load(file) as stored:
-            np.savez(file, **{key: stored[key] for key in stored.files if not key.startswith(("fork", "roles"))})
-    back = read(world, tmp_path)
-    assert back.rollouts.metadata.forks.shape == (len(PROMPTS), 3, 0)
-    for row, group in back.rollouts.held.items():
-        assert same_group(group, group_of(int(back.rollouts.metadata.prompt_ids[row])))
-
-
-def unequal_batch_of(world: World) -> RolloutsInFlight:
-    """Of prompt p there are 2 + p % 3 completions, of four that there may be."""
-    mine = PROMPTS[world.rank :: world.size]
-    groups = {prompt: group_of(prompt, samples=2 + prompt % 3) for prompt in mine}
-    part = metadata_of(list(groups.values()), np.ones(len(groups)), samples=4, levels=0, owner=world.rank)
-    metadata = gather_metadata(world.gather(part), window=11.7)
-    held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-    selection = replace(SELECTION, samples=2 + SELECTION.prompt_ids % 3)
-    return RolloutsInFlight(selection, Collected(held, metadata, METRICS, ()))
-
-
-@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 2), (2, 3), (3, 1)])
-def test_groups_of_unequal_size_come_back_as_they_were(writers: int, readers: int, tmp_path: Path) -> None:
-    as_ranks(writers, lambda world: write_in_flight(tmp_path, [unequal_batch_of(world)], world))
-    for batch in as_ranks(readers, lambda world: read(world, tmp_path)):
-        known = batch.rollouts.metadata
-        assert known.samples.tolist() == (2 + known.prompt_ids % 3).tolist()
-        np.testing.assert_array_equal(batch.selection.samples, 2 + SELECTION.prompt_ids % 3)
-        for row, group in batch.rollouts.held.items():
-            prompt = int(known.prompt_ids[row])
-            assert same_group(group, group_of(prompt, samples=2 + prompt % 3))
-        for least, most, fits in ((2, 4, True), (2, 3, False), (3, 4, False)):
-            allocation = AllocationConfig(rule="neyman", least=least, most=most)
-            assert batch.made_for(RolloutConfig(samples_per_prompt=3, allocation=allocation)) == fits
-        assert not batch.made_for(RolloutConfig(samples_per_prompt=3))
 
 
 @pytest.mark.parametrize("routed", [False, True])
@@ -292,11 +238,6 @@ def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
     for oldest, limit, wanted, fits in ((3, 9, False, True), (4, 9, False, False), (3, 3, False, False)):
         assert first.made_for(RolloutConfig(max_response_tokens=limit), oldest=oldest, routed=wanted) == fits
     assert first.made_for(RolloutConfig(), oldest=0, routed=True) == routed
-    of_four = replace(first, selection=replace(SELECTION, samples=np.full(len(SELECTION.prompt_ids), 4)))
-    for most, fits in ((4, True), (3, False)):
-        allocation = AllocationConfig(rule="neyman", least=2, most=most)
-        rollout = RolloutConfig(samples_per_prompt=3, allocation=allocation)
-        assert of_four.made_for(rollout, oldest=0, routed=False) == fits
 
 
 def test_sequences_come_back(tmp_path: Path) -> None:
@@ -348,17 +289,6 @@ def test_roles_come_back_with_their_rewards(writers: int, readers: int, tmp_path
             assert batch.made_for(RolloutConfig(samples_per_prompt=3, roles=roles)) == fits
 
 
-def test_rollouts_from_before_groups_could_differ_in_size_are_read(tmp_path: Path) -> None:
-    wrote(world_of(1, 0), tmp_path)
-    file = tmp_path / "rollouts" / "step.npz"
-    with np.load(file) as stored:
-        np.savez(file, **{name: stored[name] for name in stored.files if name != "samples"})
-    back = read(world_of(1, 0), tmp_path)
-    assert back.rollouts.metadata.samples.tolist() == [3] * len(PROMPTS)
-    assert back.selection.samples is None
-    assert back.made_for(RolloutConfig(samples_per_prompt=3))
-
-
 def test_forks_come_back_with_their_weights(tmp_path: Path) -> None:
     """And rollouts are of use to a run whose trees are as large, and to no other."""
     world, batch = world_of(1, 0), batch_of(world_of(1, 0))
@@ -385,24 +315,6 @@ def test_forks_come_back_with_their_weights(tmp_path: Path) -> None:
     asked = [flat, *(flat.model_copy(update={"tree": TreeConfig(roots=2, branches=branches[:n])}) for n in (1, 2))]
     assert [back.made_for(rollout) for rollout in asked] == [False, False, True]
     assert [batch.made_for(rollout) for rollout in asked] == [True, False, False]
-
-
-def test_rollouts_from_before_there_was_a_loss_mask_are_read(tmp_path: Path) -> None:
-    """They have an infinite log-probability in place of a token that the policy did not sample."""
-    batch = wrote(world_of(1, 0), tmp_path)
-    file = tmp_path / "rollouts" / "rank_00000.npz"
-    with np.load(file) as stored:
-        arrays = dict(stored)
-    mask = arrays.pop("loss_mask")
-    arrays["logprobs"] = np.where(mask, arrays["logprobs"], np.float32(np.inf))
-    np.savez(file, **arrays)
-    back = read(world_of(1, 0), tmp_path)
-    assert not mask.all()
-    for row, group in back.rollouts.held.items():
-        for one, other in zip(group.completions, batch.rollouts.held[row].completions, strict=True):
-            np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
-            np.testing.assert_array_equal(one.logprobs, np.where(other.loss_mask, other.logprobs, 0.0))
-            assert one.logprobs.dtype == np.float32
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-99])])

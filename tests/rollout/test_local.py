@@ -224,14 +224,6 @@ def test_small_batches_give_the_same_completions_in_the_order_asked(tmp_path: Pa
     assert tokens_of(generate(wide, prompts, sampling_of())) == tokens_of(generate(narrow, prompts, sampling_of()))
 
 
-def test_prompts_that_are_given_different_numbers_of_completions_have_the_first_of_the_same(tmp_path: Path) -> None:
-    engine = make_engine(make_policy(), tmp_path)
-    prompts, sampling, counts = make_prompts(5, 3, 9), sampling_of(samples=6), (2, 6, 3)
-    whole = tokens_of(generate(engine, prompts, sampling))
-    some = tokens_of(generate(engine, prompts, replace(sampling, counts=counts)))
-    assert some == [group[:count] for group, count in zip(whole, counts, strict=True)]
-
-
 def shapes_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and tokens of every call of the decoder, as they come."""
     shapes: list[tuple[int, int]] = []

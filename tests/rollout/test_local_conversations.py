@@ -164,8 +164,8 @@ def bits_of(groups: Sequence[Sequence[Completion]]) -> list:
 
 def test_one_turn_is_what_the_engine_says_without_a_conversation(engines: Any) -> None:
     """Bit by bit: what samples of a prompt go on from is read once, and the luck is the same."""
-    prompts, counts = make_prompts(3, 11, 1, 6), replace(sampling_of(), counts=(4, 1, 3, 2))
-    assert bits_of(generate(engines(once), prompts, counts)) == bits_of(generate(engines(None), prompts, counts))
+    prompts, sampling = make_prompts(3, 11, 1, 6), sampling_of()
+    assert bits_of(generate(engines(once), prompts, sampling)) == bits_of(generate(engines(None), prompts, sampling))
     greedy = sampling_of(samples=2, temperature=0.0)
     assert bits_of(generate(engines(once), prompts, greedy)) == bits_of(generate(engines(None), prompts, greedy))
 

@@ -23,7 +23,6 @@ from megatron_dppo.trainer.idle_settings import idle_settings
         ("pruning.prompts.schedule.ramp=0.4", "pruning.prompts.schedule.shape=cosine"),
         ("pruning.completions.schedule.max_inflation=1.4", "pruning.completions.schedule.shape=adaptive"),
         ("optimizer.min_lr=1e-8", "optimizer.schedule=cosine"),
-        ("rollout.allocation.most=20", "rollout.allocation.rule=neyman"),
         ("rollout.tree.baseline=roots", "rollout.tree.branches=[{at: 3}]"),
         ("model.lora.alpha=8", "model.lora.rank=4"),
         ("model.reference_on_host=true", "loss.kl_coef=0.1"),

@@ -58,7 +58,6 @@ def test_good_settings_pass_and_write_nothing(tmp_path: Path, overrides: tuple[s
         (["rollout.launch.count=1"], "rollout.launch.count", "rollout.engine=sglang"),
         (["rollout.colocated=true"], "rollout.colocated", "rollout.engine=sglang"),
         (["rollout.max_batch=4"], "rollout.max_batch", "8 or more"),
-        (["rollout.max_batch=12", "rollout.allocation.rule=neyman"], "rollout.max_batch", "16 or more"),
         (["rollout.engine=sglang"], "rollout.engine", "rollout.launch.count=1"),
         ([*GIVEN, "rollout.launch.count=1"], "rollout.launch.count", "rollout.servers"),
         (["rollout.engine=vllm", "rollout.servers=[a:1]"], "rollout.servers", "http://HOST:PORT"),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import (
-    AllocationConfig,
     Config,
     LossConfig,
     PromptPruningConfig,
@@ -21,7 +20,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.data.prompts import PromptPool, SourcePool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.forecast import PromptForecast, Visits
 from megatron_dppo.rl.pruning.schedule import mixed
@@ -154,43 +153,9 @@ def test_what_is_learned_of_a_gradient_has_no_weight_of_the_draw(monkeypatch: py
     monkeypatch.setattr(PromptForecast, "judge_and_learn", lambda self, visits: learned.append(visits))
     step = step_metadata(6, SAMPLES, prompt_ids=np.arange(6), prompt_inclusion=np.linspace(0.2, 1.0, 6))
     PromptSampler(sampler_config(), made_up_pool(WINDOW)).remember(step)
-    terms = advantages(step.rewards, normalise=True) * step.score_norms / step.sampled_lengths
+    terms = group_advantages(step.rewards, normalise=True) * step.score_norms / step.sampled_lengths
     np.testing.assert_allclose(learned[0].squares, (terms**2).sum(axis=1))
     np.testing.assert_allclose(learned[0].tokens, step.sampled_lengths.mean(axis=1))
-
-
-def with_sizes(config: Config, *, least: int = 3, most: int = 20) -> Config:
-    allocation = AllocationConfig(rule="neyman", least=least, most=most)
-    return replace(config, rollout=replace(config.rollout, allocation=allocation))
-
-
-def given_as_told(selection: Selection, accuracy: np.ndarray) -> StepMetadata:
-    """What rolling out the selection gives, with as many completions of each prompt as it says."""
-    assert selection.samples is not None
-    order = np.argsort(selection.prompt_ids)
-    ids, samples = selection.prompt_ids[order], selection.samples[order]
-    most = int(samples.max())
-    draws = np.random.default_rng(ids.tolist()).random((len(ids), most))
-    rewards = (draws < accuracy[ids][:, None]) & (np.arange(most) < samples[:, None])
-    made = step_metadata(
-        len(ids), most, prompt_ids=ids, prompt_inclusion=selection.inclusion[order], rewards=rewards.astype(float)
-    )
-    return dataclasses.replace(made, samples=samples)
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo"])
-def test_prompts_of_mixed_reward_are_given_more_completions_and_all_as_many_in_all(loss: str) -> None:
-    """Nothing is known of the first window's prompts. In it even ones are always right, and odd ones mixed."""
-    config = replace(with_sizes(sampler_config(rule="none", predictor="record")), loss=LossConfig(name=loss))
-    sampler = PromptSampler(config, made_up_pool(WINDOW))
-    first = sampler.select(0)
-    assert first.samples is not None and set(first.samples.tolist()) == {SAMPLES}
-    rewards = np.where(first.prompt_ids % 2 == 0, 1.0, np.arange(SAMPLES)[:, None] % 2).T
-    sampler.remember(step_metadata(WINDOW, SAMPLES, prompt_ids=first.prompt_ids, rewards=rewards))
-    second = sampler.select(1)
-    assert second.samples is not None and second.samples.sum() == WINDOW * SAMPLES
-    odd = second.prompt_ids % 2 == 1
-    assert second.samples[~odd].max() < SAMPLES < second.samples[odd].min()
 
 
 @pytest.mark.parametrize("predictor", ["record", "model"])
@@ -207,38 +172,6 @@ def test_held_against_the_minibatch_prompts_that_are_never_right_are_worth_a_rol
         chance = inclusion_by_prompt(sampler.select(1))
         of_first, of_second = ([chance[i] for i in ids.tolist() if i in chance] for ids in (first, second))
         assert of_first and of_second and min(of_first) > max(of_second)
-
-
-def test_a_prompt_that_was_kept_by_little_chance_is_given_more_completions() -> None:
-    """It stands for others: its term is divided by that chance."""
-    sampler = PromptSampler(with_sizes(sampler_config()), made_up_pool(WINDOW))
-    chances = np.where(np.arange(WINDOW) < 12, 0.5, 1.0)
-    samples = sampler.with_sizes(Selection(np.arange(WINDOW), chances, WINDOW)).samples
-    assert samples is not None
-    assert samples[:12].mean() / samples[12:].mean() == pytest.approx(2.0, rel=0.11), "11 and 5 of 8 in the mean"
-
-
-def test_equal_groups_have_no_numbers_of_their_own() -> None:
-    """Also where they had, before the setting was changed."""
-    sampler, ids = PromptSampler(sampler_config(), made_up_pool(WINDOW)), np.arange(3)
-    assert sampler.select(0).samples is None
-    assert sampler.with_sizes(Selection(ids, np.ones(3), 3, samples=np.array([2, 9, 5]))).samples is None
-
-
-def test_a_resumed_sampler_gives_as_many_completions_as_the_first_would_have() -> None:
-    accuracy, config = np.random.default_rng(0).random(WINDOW), with_sizes(sampler_config(keep=0.7))
-    first = PromptSampler(config, made_up_pool(WINDOW))
-    for step in range(3):
-        first.remember(given_as_told(first.select(step), accuracy))
-    resumed = PromptSampler(config, made_up_pool(WINDOW))
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for step in range(3, 6):
-        one, other = first.select(step), resumed.select(step)
-        np.testing.assert_array_equal(one.samples, other.samples)
-        assert len(set(one.samples.tolist())) > 1
-        first.remember(given_as_told(one, accuracy))
-        resumed.remember(given_as_told(other, accuracy))
-    assert first.state_dict() == resumed.state_dict()
 
 
 @pytest.mark.parametrize("rule", ["neyman", "threshold", "none"])

@@ -41,8 +41,8 @@ SMALL: dict[str, str] = {
 """Small things, all at once."""
 LARGE: dict[str, str] = {
     "run.export": "true", "run.checkpoint_in_background": "true", "run.checkpoint_durable": "false",
-    "model.reference_on_host": "true", "layout.sequence_parallel": "true", "rollout.allocation.rule": "neyman",
-    "rollout.allocation.least": "2", "rollout.allocation.most": "6", "rollout.ahead": "1", "optimizer.offload": "true",
+    "model.reference_on_host": "true", "layout.sequence_parallel": "true",
+    "rollout.ahead": "1", "optimizer.offload": "true",
     "optimizer.checkpoint_format": "dp_reshardable",
 }  # fmt: skip
 """Other ways to do the same; without what excludes them."""

@@ -40,8 +40,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         FROM_A_FILE, "pruning.prompts.rule=dynamic_sampling", "pruning.completions.rule=top_k",
         "rollout.engine_function={folder}/own.py:engine", "eval.benchmarks=[own={folder}/rows.jsonl]",
     ),
-    "allocated, distilled": (
-        "pruning.prompts.rule=none", "rollout.allocation.rule=neyman", "pruning.completions.rule=threshold",
+    "distilled": (
+        "pruning.prompts.rule=none", "pruning.completions.rule=threshold",
         "loss.distillation.teacher={folder}/hf", "loss.trust_region=tv",
     ),
     "offline": ("data.rollouts={folder}/rollouts.jsonl", "loss.kl_coef=0.1", "model.spec=torch"),

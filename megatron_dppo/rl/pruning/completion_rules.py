@@ -22,7 +22,7 @@ from megatron_dppo.rl.pruning.sampling import (
     draw_bernoulli,
     own_rule,
 )
-from megatron_dppo.rl.types import Bools, Floats, Ints
+from megatron_dppo.rl.types import Bools, Floats
 
 FUNCTION = "pruning.completions.function"
 
@@ -30,8 +30,6 @@ FUNCTION = "pruning.completions.function"
 @dataclass(frozen=True, slots=True)
 class CompletionCandidates:
     """What a rule may know of the completions of one minibatch, whole groups: nothing that depends on the draw. [Q, G].
-
-    Groups may differ in size; padding has the cost, the score and the advantage 0, and no rule may count it.
 
     A group of one right and three wrong answers has ``advantage`` [[1.73, −0.58, −0.58, −0.58]]. With 100 tokens each
     ``cost`` is [[100, 100, 100, 100]]. At ``pruning.max_weight`` 5 ``floor`` is [[0.2, 0.2, 0.2, 0.2]].
@@ -48,14 +46,7 @@ class CompletionCandidates:
     """Least inclusion probability. It bounds the weight 1/(π_prompt·π_completion)."""
     zero_advantage: Bools
     """A = 0, no KL term and no teacher: the gradient is exactly 0. Every rule drops these, and weighs nothing up for
-    them. True for padding, too."""
-    present: Bools
-    """False for padding."""
-
-    @property
-    def samples(self) -> Ints:
-        """[Q, 1], completions of each group."""
-        return self.present.sum(axis=1, keepdims=True)
+    them."""
 
 
 def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:
@@ -69,11 +60,9 @@ def prunable(candidates: CompletionCandidates) -> Bools:
     For rewards of 0 and 1 that is the majority outcome of each group.
     """
     magnitude = np.abs(candidates.advantage)
-    least = np.where(candidates.present, magnitude, np.inf).min(axis=1, keepdims=True)
-    most = magnitude.max(axis=1, keepdims=True)
-    mean = magnitude.sum(axis=1, keepdims=True) / candidates.samples
-    low: Bools = below_mean(magnitude, mean) | (most - least <= ROUNDING * most)
-    return low & candidates.present
+    least, most = magnitude.min(axis=1, keepdims=True), magnitude.max(axis=1, keepdims=True)
+    low: Bools = below_mean(magnitude, magnitude.mean(axis=1, keepdims=True)) | (most - least <= ROUNDING * most)
+    return low
 
 
 def threshold(candidates: CompletionCandidates, keep: float) -> Floats:
@@ -122,11 +111,10 @@ def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
     """
     magnitude = np.abs(candidates.advantage)
     magnitude = np.round(magnitude / max(magnitude.max(initial=0.0), np.finfo(float).tiny), 9)
-    magnitude[~candidates.present] = -1.0
     turn = np.broadcast_to(np.arange(magnitude.shape[1]), magnitude.shape)
     order = np.lexsort((turn.ravel(), -magnitude.ravel()))
     kept = np.zeros(magnitude.size)
-    kept[order[: max(1, round(keep * candidates.present.sum()))]] = 1.0
+    kept[order[: max(1, round(keep * magnitude.size))]] = 1.0
     return kept.reshape(magnitude.shape)
 
 
@@ -135,12 +123,10 @@ def extremes(candidates: CompletionCandidates, keep: float) -> Floats:
 
     Half of ``keep`` of a group, one at least, on either side, and no weights. Of equal A the first are the worst.
     """
-    kept = np.zeros_like(candidates.advantage)
-    for row, samples in enumerate(candidates.samples[:, 0].tolist()):
-        each = max(1, round(keep * samples / 2))
-        order = np.argsort(candidates.advantage[row, :samples], kind="stable")
-        kept[row, order[:each]] = kept[row, order[samples - each :]] = 1.0
-    return kept
+    samples = candidates.advantage.shape[1]
+    each = max(1, round(keep * samples / 2))
+    rank = np.argsort(np.argsort(candidates.advantage, axis=1, kind="stable"), axis=1)
+    return ((rank < each) | (rank >= samples - each)).astype(np.float64)
 
 
 COMPLETION_RULES: Mapping[str, Rule[CompletionCandidates]] = {
@@ -202,7 +188,7 @@ def draw_completions(
     each over bad and good completions.
     """
     decide = DRAWS[draw] if draw else rule_named(rule).draw
-    group, sample = np.nonzero(candidates.present)
+    group, sample = map(np.ravel, np.indices(inclusion.shape))
     order = np.lexsort((candidates.advantage[group, sample], group))
     group, sample = group[order], sample[order]
     kept = np.zeros(inclusion.shape, dtype=np.bool_)

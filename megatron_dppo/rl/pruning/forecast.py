@@ -35,25 +35,19 @@ chance is that of a group whose rewards differ."""
 class Visits:
     """A step's Q groups, as its predictions are held against them.
 
-        Visits(prompt_ids=[7], samples=[2], group_size=2, rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3],
-               tokens=[2.5])
+        Visits(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3], tokens=[2.5])
 
     is one group with a right and a wrong answer. The lists stand for arrays.
     """
 
     prompt_ids: Ints
     """[Q]"""
-    samples: Ints
-    """[Q], completions of each."""
-    group_size: int
-    """As how many each counts."""
     rewards: Floats
-    """[Q, G]; what is behind a group's completions is padding."""
+    """[Q, G]"""
     advantages: Floats
     """[Q, G], of the full groups."""
     squares: Floats
-    """[Q], Σ_i h_i² of a group of ``group_size``, h a proxy of the norm of a completion's term in the
-    sum, without any 1/π."""
+    """[Q], Σ_i h_i², h a proxy of the norm of a completion's term in the sum, without any 1/π."""
     tokens: Floats
     """[Q], mean tokens generated for a completion."""
 
@@ -147,8 +141,7 @@ class PromptForecast(PromptHistory):
         """Hold the predictions against a step's groups; only then learn of them."""
         if not len(visits.prompt_ids):
             return Judgement({}, (), ())
-        present = np.arange(visits.rewards.shape[1]) < visits.samples[:, None]
-        visits = replace(visits, rewards=without_rounding(visits.rewards, present))
+        visits = replace(visits, rewards=without_rounding(visits.rewards))
         if self.binary and not is_binary(visits.rewards):
             self.binary = False  # from now on what is predicted is whether a group's rewards differ
             self._start()
@@ -188,17 +181,14 @@ class PromptForecast(PromptHistory):
             squares /= (visits.advantages[sized] ** 2).sum(axis=1)
         self._size.learn(features[sized], squares)
         self._tokens.learn(features, visits.tokens)
-        for size in np.unique(visits.samples).tolist():
-            rows = np.flatnonzero(visits.samples == size)
-            of_size = visits.rewards[rows, :size], visits.advantages[rows, :size]
-            self.update(visits.prompt_ids[rows], *of_size, counts_as=visits.group_size)
+        self.update(visits.prompt_ids, visits.rewards, visits.advantages)
 
     def _outcomes(self, visits: Visits) -> tuple[Floats, Floats]:
         """[Q] and [Q]: successes and trials: right answers of all, or whether the rewards of the group differ."""
         if self.binary:
-            return (visits.rewards == 1.0).sum(axis=1).astype(np.float64), visits.samples.astype(np.float64)
-        present = np.arange(visits.rewards.shape[1]) < visits.samples[:, None]
-        differ = ((visits.rewards != visits.rewards[:, :1]) & present).any(axis=1)
+            right = (visits.rewards == 1.0).sum(axis=1)
+            return right.astype(np.float64), np.full(len(right), float(visits.rewards.shape[1]))
+        differ = (visits.rewards != visits.rewards[:, :1]).any(axis=1)
         return differ.astype(np.float64), np.ones(len(differ))
 
     def _change(self, before: str) -> tuple[str, ...]:

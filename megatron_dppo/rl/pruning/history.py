@@ -91,20 +91,18 @@ class PromptHistory:
         """Prompts seen so far."""
         return len(self._records)
 
-    def update(self, prompt_ids: Ints, rewards: Floats, advantages: Floats, counts_as: int | None = None) -> None:
+    def update(self, prompt_ids: Ints, rewards: Floats, advantages: Floats) -> None:
         """Add one visit of each of Q prompts.
 
         Args:
             prompt_ids: [Q].
             rewards: [Q, G]. Once any reward is neither 0 nor 1, prompts are judged by Σ A² instead of by accuracy.
             advantages: [Q, G], of the full groups.
-            counts_as: G of the group that Σ A² is to be that of; None: of these.
         """
         rewards = without_rounding(rewards)
         self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
         square, magnitude = (advantages**2).sum(axis=1), np.abs(advantages).mean(axis=1)
-        square *= (counts_as or rewards.shape[1]) / rewards.shape[1]
         equal, easy = (rewards == rewards[:, :1]).all(axis=1), right == rewards.shape[1]
         if len(prompt_ids):
             self._exploration.follow(float(easy.mean()), float((equal & ~easy).mean()))

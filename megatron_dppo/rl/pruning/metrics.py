@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.census import Cell, Census
-from megatron_dppo.rl.group_sizes import group_advantages
 from megatron_dppo.rl.pruning.minibatch import Pruned
 from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 # The coordinates of the census's tables are rounded, so that the tables stay small.
 PER_GROUP = 16
-"""The share of a group's answers that are better than its mean is exact for groups of one size up to this."""
+"""The share of a group's answers that are better than its mean is exact for groups of up to this size."""
 PER_DEVIATION = 2
 PER_OCTAVE_OF_LENGTH = 4
 PER_OCTAVE_OF_SCORE = 2
@@ -58,14 +58,13 @@ def prune_metrics(
     """
     prompts = sum(len(part.prompt_ids) for part, _ in parts)
     tokens = np.concatenate([part.tokens for part, _ in parts])
-    present = np.concatenate([part.present for part, _ in parts])
     kept, zero_advantage, advantage, weight = _of_all(parts, "kept", "zero_advantage", "advantage", "weight")
     weight = weight[kept]
     metrics = {
         "prune/kept_prompt_fraction": prompts / window if window else 0.0,
-        "prune/kept_completion_fraction": float(kept[present].mean()) if kept.size else 0.0,
+        "prune/kept_completion_fraction": float(kept.mean()) if kept.size else 0.0,
         "prune/kept_token_fraction": float(tokens[kept].sum() / tokens.sum()) if kept.size else 0.0,
-        "prune/zero_advantage_fraction": float((advantage[present] == 0.0).mean()) if kept.size else 0.0,
+        "prune/zero_advantage_fraction": float((advantage == 0.0).mean()) if kept.size else 0.0,
         "prune/max_weight": float(weight.max(initial=0.0)),
         "prune/saved_tokens_prompts": max(window - prompts, 0.0) * float(tokens.sum()) / max(prompts, 1)
         if biased_prompts
@@ -113,7 +112,7 @@ def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
     run over the window, and are estimated from the prompts rolled out. This is the variance of *independent* draws with
     the same probabilities. A systematic draw has less, of which there is no unbiased estimate. 1 if every h is 0.
     """
-    squares = [(_squares(part, pruned), pruned.weight[part.present]) for part, pruned in parts]
+    squares = [(_squares(part, pruned), pruned.weight) for part, pruned in parts]
     full = sum(float(square.sum()) for square, _ in squares)
     return sum(float((square * weight).sum()) for square, weight in squares) / full if full > 0.0 else 1.0
 
@@ -146,17 +145,16 @@ def gradient_noise(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Noise:
     """The noise of a step whose weights are 1/(π_prompt·π)."""
     sampling = prompts = completions = 0.0
     for part, pruned in parts:
-        square, present = _squares(part, pruned), part.present
-        first = np.broadcast_to(1.0 / part.prompt_inclusion[:, None], present.shape)[present]
+        square, first = _squares(part, pruned), 1.0 / part.prompt_inclusion[:, None]
         sampling += float(square.sum())
         prompts += float((square * (first - 1.0)).sum())
-        completions += float((square * np.maximum(pruned.weight[present] - first, 0.0)).sum())
+        completions += float((square * np.maximum(pruned.weight - first, 0.0)).sum())
     return Noise(sampling, prompts, completions)
 
 
 def _squares(part: StepMetadata, pruned: Pruned) -> Floats:
-    """[n], h²/π_prompt: a completion's term in the estimate of Σ h² over the window."""
-    squares: Floats = (_term_norm(part, pruned) ** 2 / part.prompt_inclusion[:, None])[part.present]
+    """[Q, G], h²/π_prompt: a completion's term in the estimate of Σ h² over the window."""
+    squares: Floats = _term_norm(part, pruned) ** 2 / part.prompt_inclusion[:, None]
     return squares
 
 
@@ -180,9 +178,7 @@ def _tokens_not_rolled_out(part: StepMetadata) -> float:
 
 def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     """Count a step's completions: of all its minibatches, and of the groups that were ``left_out``."""
-    rewards, tokens, present = (
-        np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens", "present")
-    )
+    rewards, tokens = (np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens"))
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
     score = np.concatenate([_term_norm(part, pruned) / part.prompt_inclusion[:, None] for part, pruned in parts])
     kept, zero_advantage, advantage, inclusion = _of_all(parts, "kept", "zero_advantage", "advantage", "inclusion")
@@ -194,20 +190,19 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     def table(x: Floats, y: Floats) -> tuple[Cell, ...]:
         return _table(x[has_advantage], y[has_advantage], inclusion[has_advantage], kept[has_advantage])
 
-    rewards = without_rounding(rewards, present)
-    deviations = group_advantages(rewards, present.sum(axis=1), normalise=True, as_of=None)
-    low = np.where(present, rewards, np.inf).min(axis=1, keepdims=True)
-    high = np.where(present, rewards, -np.inf).max(axis=1, keepdims=True)
-    side, samples = np.sign(advantage), present.sum(axis=1, keepdims=True)
+    rewards = without_rounding(rewards)
+    deviations = group_advantages(rewards, normalise=True)
+    low, high = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
+    side, samples = np.sign(advantage), rewards.shape[1]
     better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / samples, side.shape)
     typical = float(np.median(score[has_advantage])) if has_advantage.any() else 1.0
     octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
     return Census(
         kept=total(kept),
         pruned=total(~kept & ~zero_advantage),
-        zero_advantage=total(~kept & zero_advantage & present),
-        binary=bool(((rewards == low) | (rewards == high) | ~present).all()),
-        by_group=table(_rounded(better, min(int(samples.max(initial=1)), PER_GROUP)), side),
+        zero_advantage=total(~kept & zero_advantage),
+        binary=bool(((rewards == low) | (rewards == high)).all()),
+        by_group=table(_rounded(better, min(samples, PER_GROUP)), side),
         by_reward=table(_rounded(deviations, PER_DEVIATION), side),
         by_cause=table(_rounded(_log2(lengths), PER_OCTAVE_OF_LENGTH), _rounded(octaves, PER_OCTAVE_OF_SCORE)),
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.group_sizes import counted_size, minibatch_advantages
-from megatron_dppo.rl.objectives import Objective, coefficient, kept_share, normaliser, shares
+from megatron_dppo.rl.advantages import advantages_of_segments, completion_advantages
+from megatron_dppo.rl.objectives import Objective, coefficient, kept_share, normaliser
 from megatron_dppo.rl.pruning.completion_rules import (
     CompletionCandidates,
     completion_inclusion,
@@ -17,8 +17,6 @@ from megatron_dppo.rl.pruning.completion_rules import (
 )
 from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
 from megatron_dppo.rl.pruning.schedule import adapted_keep
-from megatron_dppo.rl.roles import conversation_advantages, role_advantages
-from megatron_dppo.rl.trees import path_advantages, segment_advantages
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 
@@ -41,7 +39,7 @@ class Pruned:
     kept: Bools
     zero_advantage: Bools
     """A = 0, no KL term and no teacher: the gradient is exactly 0. No rule trains on these, and none is said to save
-    them. True for padding, too."""
+    them."""
     segments: Floats
     """[Q, G, B + 1], the advantage of each segment of a path in a tree, or [Q, G, R] of each role in a conversation, of
     which ``advantage`` is a mean; without either [Q, G, 1], ``advantage`` itself."""
@@ -66,8 +64,6 @@ def prune_minibatch(
         rng: for this one draw.
     """
     pruning = config.pruning.completions
-    group_size = counted_size(part.samples, config.rollout)
-    share = shares(part.samples, part.present, group_size)
     segments = advantages_of_segments(part, config, objective)
     candidates = completion_candidates(part, config, objective, segments)
     if pruning.schedule.shape == "adaptive":
@@ -82,8 +78,6 @@ def prune_minibatch(
     z = normaliser(
         objective.aggregation,
         sampled_lengths=part.sampled_lengths,
-        share=share,
-        group_size=group_size,
         prompt_inclusion=part.prompt_inclusion,
         prompts=len(part.prompt_ids) if prompt_rule(config.pruning.prompts.named).biased else part.window,
         max_response_tokens=config.rollout.max_response_tokens,
@@ -92,13 +86,12 @@ def prune_minibatch(
         z *= kept_share(
             objective.aggregation,
             sampled_lengths=part.sampled_lengths,
-            share=share,
             prompt_inclusion=part.prompt_inclusion,
             kept=kept,
         )
     return Pruned(
         advantage=candidates.advantage,
-        coefficient=coefficient(objective.aggregation, part.sampled_lengths, share),
+        coefficient=coefficient(objective.aggregation, part.sampled_lengths),
         inclusion=inclusion,
         weight=completion_weight(pruning.named, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
         kept=kept,
@@ -107,22 +100,6 @@ def prune_minibatch(
         normaliser=z,
         magnitude=magnitudes(part, candidates.advantage, config),
     )
-
-
-def advantages_of_segments(part: StepMetadata, config: Config, objective: Objective) -> Floats:
-    """[Q, G, B + 1], the advantage of each segment of a path in a tree; [Q, G, R], of each role in a conversation;
-    [Q, G, 1], of a completion that is neither.
-
-    All are 0 where a teacher alone is trained on."""
-    tree, roles = config.rollout.tree, part.roles.shape[-1]
-    if not config.loss.distillation.use_task_rewards:
-        return np.zeros((*part.rewards.shape, roles or part.forks.shape[-1] + 1))
-    if roles:
-        return role_advantages(part, config.rollout, objective)
-    if not tree.branches:
-        known = part.rewards, part.samples, part.prompt_inclusion
-        return minibatch_advantages(*known, config.rollout, objective)[..., None]
-    return segment_advantages(part.rewards, part.response_lengths, part.forks, tree)
 
 
 def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
@@ -144,14 +121,8 @@ def completion_candidates(
     part: StepMetadata, config: Config, objective: Objective, segments: Floats
 ) -> CompletionCandidates:
     """What a rule may know of a minibatch's completions, whose segments have the advantages ``segments``."""
-    advantage = segments[..., 0]
-    if part.forks.shape[-1]:
-        advantage = path_advantages(segments, part.response_lengths, part.score_norms, part.forks)
-    elif part.roles.shape[-1]:
-        advantage = conversation_advantages(segments, part.roles)
-    present, prompt_inclusion = part.present, part.prompt_inclusion[:, None]
-    share = shares(part.samples, present, counted_size(part.samples, config.rollout))
-    c = coefficient(objective.aggregation, part.sampled_lengths, share)
+    advantage, prompt_inclusion = completion_advantages(part, segments), part.prompt_inclusion[:, None]
+    c = coefficient(objective.aggregation, part.sampled_lengths)
     rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)
     score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
     return CompletionCandidates(
@@ -159,6 +130,5 @@ def completion_candidates(
         score=magnitudes(part, advantage, config) * c * score_norms / prompt_inclusion,
         cost=part.tokens.astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
-        zero_advantage=((advantage == 0.0) & rewards_alone) | ~present,
-        present=present,
+        zero_advantage=(advantage == 0.0) & rewards_alone,
     )

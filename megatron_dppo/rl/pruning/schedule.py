@@ -96,9 +96,8 @@ def in_rounds(pruning: PruningConfig) -> bool:
 
 def mixed(metadata: StepMetadata) -> Ints:
     """The groups, by their index, whose rewards differ."""
-    rewards = without_rounding(metadata.rewards, metadata.present)
-    differs = rewards != rewards[:, :1]
-    return np.flatnonzero((differs & metadata.present).any(axis=1))
+    rewards = without_rounding(metadata.rewards)
+    return np.flatnonzero((rewards != rewards[:, :1]).any(axis=1))
 
 
 def next_round(wanted: int, found: int, looked_at: int) -> int:

@@ -102,7 +102,7 @@ class Batch:
         }
 
     def _samples(self, index: int, so_far: Sequence[SoFar]) -> list[PartialCompletion]:
-        stem = root_of(self.prompts[index], self.sampling.count(index), self.sampling.branches)
+        stem = root_of(self.prompts[index], self.sampling.samples, self.sampling.branches)
         known = {each.slot: each for each in so_far}
         return [
             PartialCompletion(stem, slot, [known[slot].completion], ended=known[slot].ended)

@@ -178,7 +178,7 @@ class Conversations:
     async def __call__(
         self, server: ServerClient, prompt: Prompt, sampling: Sampling, read_versions: ReadVersions
     ) -> list[Completion]:
-        """``sampling.count(0)`` completions from one server. In the HTTP thread.
+        """``sampling.samples`` completions from one server. In the HTTP thread.
 
         Raises:
             ServerError: the server failed.
@@ -188,7 +188,7 @@ class Conversations:
         run = self._tokenizer, prompt, sampling
         limits = self._timeout_s, self._function.vocabulary
         clients = [
-            ConversationClient(server, *run, number, read_versions, *limits) for number in range(sampling.count(0))
+            ConversationClient(server, *run, number, read_versions, *limits) for number in range(sampling.samples)
         ]
         future = self._thread.start(self._converse(clients, prompt))
         self._begun[prompt.id] = time.monotonic()

@@ -215,7 +215,7 @@ class Dispatcher:
         read_versions = partial(self._spans, client, batch.oldest)
         answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
         if self._conversations is not None:
-            sampling = replace(batch.sampling, counts=(len(samples),))
+            sampling = replace(batch.sampling, samples=len(samples))
             answer = self._conversations(client, batch.prompts[index], sampling, read_versions)
         else:
             answer = client.generate(self._request(batch, samples, attempt), timeout_s=self._timeout_s)

@@ -105,10 +105,9 @@ def _check_local(config: Config) -> None:
         if given:
             problem = "is for servers, and rollout.engine is local: the trainer's own processes generate, in turn"
             raise UserError(setting, value, problem, "Leave it out, or set rollout.engine=sglang or vllm")
-    samples = rollout.most_samples
+    samples = rollout.samples_per_prompt
     if samples > rollout.max_batch and rollout.engine_function is None:
-        setting = "samples_per_prompt" if rollout.allocation.rule == "equal" else "allocation.most"
-        problem = f"cannot hold the rollout.{setting} = {samples} of a single prompt"
+        problem = f"cannot hold the rollout.samples_per_prompt = {samples} of a single prompt"
         raise UserError("rollout.max_batch", rollout.max_batch, problem, f"Raise it to {samples} or more")
 
 

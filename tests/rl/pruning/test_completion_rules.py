@@ -3,7 +3,7 @@ import pytest
 
 from megatron_dppo.config import CompletionPruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,
@@ -15,14 +15,13 @@ from megatron_dppo.rl.pruning.completion_rules import (
 
 
 def candidates(rewards: np.ndarray, *, floor: float = 0.2, needs_all: bool = False) -> CompletionCandidates:
-    advantage = advantages(np.asarray(rewards, dtype=float), normalise=True)
+    advantage = group_advantages(np.asarray(rewards, dtype=float), normalise=True)
     return CompletionCandidates(
         advantage=advantage,
         score=np.abs(advantage),
         cost=np.full(advantage.shape, 100.0),
         floor=np.full(advantage.shape, floor),
         zero_advantage=(advantage == 0.0) & (not needs_all),
-        present=np.ones(advantage.shape, bool),
     )
 
 

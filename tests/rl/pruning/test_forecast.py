@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
 
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.census import Census
-from megatron_dppo.rl.group_sizes import group_advantages
-from megatron_dppo.rl.objectives import advantages
 from megatron_dppo.rl.pruning.features import PromptFeatures
 from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits, beta_log_likelihood
 from megatron_dppo.rl.pruning.history import PromptHistory
@@ -30,11 +28,9 @@ def sums_pool() -> list[Prompt]:
 
 
 def visits(ids: Ints, rewards: Floats, *, squares: Floats | None = None, tokens: Floats | None = None) -> Visits:
-    values = advantages(rewards, normalise=True)
+    values = group_advantages(rewards, normalise=True)
     return Visits(
         prompt_ids=ids,
-        samples=np.full(len(ids), rewards.shape[1]),
-        group_size=rewards.shape[1],
         rewards=rewards,
         advantages=values,
         squares=(values**2).sum(axis=1) if squares is None else squares,
@@ -203,26 +199,6 @@ def test_what_was_foreseen_is_in_the_steps_log_and_census() -> None:
     assert judged.metrics == {"pack/fill": 1.0, "prune/brier_model": 0.1}
     assert judged.notes == ("first", "second")
     assert judged.census is not None and judged.census.by_prediction == rows
-
-
-@pytest.mark.parametrize("graded", [False, True])
-def test_padding_behind_smaller_groups_teaches_nothing(graded: bool) -> None:
-    """Groups of 3 and of 5 in tables of 5 and of 9 columns."""
-    pool, ids, samples = sums_pool(), np.arange(WINDOW), np.where(np.arange(WINDOW) % 2, 3, 5)
-    rewards = np.where(graded, 0.5, 1.0) * (np.random.default_rng(0).random((WINDOW, 5)) < 0.5)
-    rewards[np.arange(5) >= samples[:, None]] = 0.0
-    values = group_advantages(rewards, samples, normalise=True, as_of=3)
-    tight = dataclasses.replace(visits(ids, rewards), samples=samples, advantages=values, group_size=4)
-    wide = dataclasses.replace(
-        tight, rewards=np.pad(rewards, ((0, 0), (0, 4))), advantages=np.pad(values, ((0, 0), (0, 4)))
-    )
-    one, other = forecast(pool), forecast(pool)
-    assert one.judge_and_learn(tight) == other.judge_and_learn(wide)
-    assert json.dumps(one.state_dict()) == json.dumps(other.state_dict())
-    if not graded:
-        right, trials = one._outcomes(wide)
-        np.testing.assert_array_equal(trials, samples)
-        np.testing.assert_array_equal(right, rewards.sum(axis=1))
 
 
 def test_a_step_without_groups_teaches_nothing() -> None:

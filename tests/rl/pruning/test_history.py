@@ -4,7 +4,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.objectives import advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.history import PromptHistory
 
 
@@ -12,7 +12,7 @@ def visited(*visits: tuple[int, list[float]], decay: float = 0.5, normalise: boo
     history = PromptHistory(decay)
     for prompt_id, rewards in visits:
         group = np.array([rewards], dtype=float)
-        history.update(np.array([prompt_id]), group, advantages(group, normalise=normalise))
+        history.update(np.array([prompt_id]), group, group_advantages(group, normalise=normalise))
     return history
 
 
@@ -43,7 +43,7 @@ def test_held_against_the_minibatch_groups_of_equal_reward_promise_as_much_as_th
     history = PromptHistory(0.5, "batch")
     for prompt_id, rewards in ((1, [1, 1, 1, 1]), (2, [1, 1, 1, 0]), (3, [1, 1, 0, 1])):
         group = np.array([rewards], dtype=float)
-        history.update(np.array([prompt_id]), group, advantages(group, normalise=False))
+        history.update(np.array([prompt_id]), group, group_advantages(group, normalise=False))
     mean, right = history.pool_mean, np.arange(5)
     assert mean == pytest.approx(11 / 14)
     for prompt_id, (alpha, beta) in {1: (4 + 2 * mean, 2 * (1 - mean)), 2: (3 + 2 * mean, 1 + 2 * (1 - mean))}.items():
@@ -98,7 +98,7 @@ def test_a_round_trip_through_json_changes_no_bit(rewards: tuple[float, ...]):
     for _ in range(5):
         ids = rng.permutation(50)[:20]
         group = rng.choice(rewards, (20, 8))
-        history.update(ids, group, advantages(group, normalise=True))
+        history.update(ids, group, group_advantages(group, normalise=True))
     restored = PromptHistory(0.9)
     restored.load_state_dict(json.loads(json.dumps(history.state_dict())))
     ids = np.arange(50)
@@ -107,7 +107,7 @@ def test_a_round_trip_through_json_changes_no_bit(rewards: tuple[float, ...]):
         assert one.last_magnitude(ids).tobytes() == other.last_magnitude(ids).tobytes()
     group = np.eye(2)
     for one in (history, restored):
-        one.update(np.array([3, 99]), group, advantages(group, normalise=True))
+        one.update(np.array([3, 99]), group, group_advantages(group, normalise=True))
     assert json.dumps(history.state_dict()) == json.dumps(restored.state_dict())
 
 
@@ -117,13 +117,3 @@ def test_equal_visits_are_counted_until_rewards_differ():
     easy, hard = visited((7, [1, 1, 1, 1])), visited((7, [0, 0, 0, 0]))
     assert easy.explore(np.array([7]))[0] < easy.explore(np.array([9]))[0], "easy prompts have come too often"
     assert hard.explore(np.array([7]))[0] == hard.explore(np.array([9]))[0]
-
-
-def test_groups_of_any_size_promise_what_they_would_as_groups_of_one_size():
-    """Rewards that are not binary are judged by Σ A², which grows with the group."""
-    small, large = np.array([[0.2, 0.7]]), np.array([[0.2, 0.7] * 4])
-    history = PromptHistory(0.5)
-    for prompt_id, group in ((1, small), (2, large)):
-        history.update(np.array([prompt_id]), group, advantages(group, normalise=False), counts_as=4)
-    assert expected(history, 1) == pytest.approx(4 * 0.25**2)
-    assert expected(history, 1) == pytest.approx(expected(history, 2))

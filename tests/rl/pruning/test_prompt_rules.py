@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, adopt, prompt_rule, select
 from megatron_dppo.rl.seeds import Purpose, generator
@@ -74,7 +74,7 @@ def seen_history(prompts: int, seed: int = 0) -> PromptHistory:
     rng = np.random.default_rng(seed)
     rewards = (rng.random((prompts, 8)) < rng.random((prompts, 1))).astype(float)
     history = PromptHistory(0.9)
-    history.update(np.arange(prompts), rewards, advantages(rewards, normalise=True))
+    history.update(np.arange(prompts), rewards, group_advantages(rewards, normalise=True))
     return history
 
 
@@ -120,7 +120,7 @@ def test_what_a_biased_rule_keeps_stands_for_itself_alone():
     rewards = np.ones((200, 8))
     history = PromptHistory(0.9)
     for _ in range(3):
-        history.update(np.arange(200), rewards, advantages(rewards, normalise=True))
+        history.update(np.arange(200), rewards, group_advantages(rewards, normalise=True))
     _, selection = draw("greso", history, step=0)
     assert 0 < len(selection.prompt_ids) < 40, "prompts that are always right are skipped"
     np.testing.assert_array_equal(selection.inclusion, 1.0)
