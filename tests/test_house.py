@@ -160,6 +160,7 @@ def test_types_on_the_way_follow_the_annotations(house: ModuleType, tmp_path: Pa
     found = {name.rpartition(".")[2] for name in house.types_on_the_way(tmp_path)}
     way, beside = {"Prompt", "Completion", "Scored", "Pack", "UpdateResult"}, {"Draw", "Rule", "Weights"}
     assert found == way | beside
+    assert {house.FIRST, house.LAST} <= house.Names(ROOT).types, "the way begins and ends at types that there are"
 
 
 def test_contributing_shows_the_floors(house: ModuleType) -> None:
