@@ -24,13 +24,20 @@ import fcntl
 import hashlib
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sums_of_lengths import WORKLOADS, Workload, data_settings, prepared
+import numpy as np
+from harness import arguments, finish, package_command, paired_ratio
+
+from megatron_dppo.data.generators import Sum
+from megatron_dppo.init import write_model
 
 HERE = Path(__file__).parent
 SAMPLES, LEARNING_RATE = 8, 2e-4
@@ -44,6 +51,77 @@ OURS: dict[str, tuple[str, ...]] = {
     "pruned_to_0.3": ("pruning.prompts.keep=0.7", "pruning.completions.keep=0.3"),
     "fastest": ("pruning.prompts.keep=0.4", "pruning.completions.keep=0.3", "pruning.max_weight=10"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A pool of prompts, and what is rolled out of it at a step."""
+
+    name: str
+    prompts: int
+    """Prompts per step."""
+    max_prompt_tokens: int
+    max_response_tokens: int
+    forgotten_carries: float
+    """Share of the carries that the warm-up's teacher forgets, so that something is left to be learned; such that about
+    half of the answers are right, and most groups have right and wrong ones."""
+    warm_up_steps: int
+
+    def sums(self, count: int, seed: int) -> list[Sum]:
+        """``varied``: 2 to 22 numbers, log-normal, whose answers have 8 to 172 tokens, 62 on average. ``equal``: two
+        numbers of two digits, with a sum of two digits; every right answer has 13 tokens."""
+        rng, draw = np.random.default_rng(seed), random.Random(seed)
+        drawn: dict[tuple[int, ...], None] = {}
+        while len(drawn) < count:
+            if self.name == "varied":
+                terms = int(np.clip(np.round(rng.lognormal(np.log(8.0), 0.65)), 2, 22))
+                drawn[tuple(draw.randint(1, 9) for _ in range(terms))] = None
+            else:
+                drawn[draw.randint(10, 49), draw.randint(10, 49)] = None
+        return [Sum(terms, tuple(draw.random() < self.forgotten_carries for _ in terms[1:])) for terms in drawn]
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("varied", 32, 48, max_response_tokens=192, forgotten_carries=0.12, warm_up_steps=300),
+        Workload("equal", 32, 8, max_response_tokens=16, forgotten_carries=0.6, warm_up_steps=200),
+    )
+}
+
+
+def prepared(workload: Workload, folder: Path) -> tuple[Path, Path]:
+    """The warmed-up policy and the prompts, made where they are not there yet.
+
+    Returns:
+        a Hugging Face directory, and a JSONL file with ``prompt`` and ``label``.
+    """
+    policy, train = folder / workload.name / "policy", folder / workload.name / "train.jsonl"
+    if not (policy / "config.json").exists():
+        folder.joinpath(workload.name).mkdir(parents=True, exist_ok=True)
+        lessons, initial = folder / workload.name / "lessons.jsonl", folder / workload.name / "initial"
+        _write(lessons, workload.sums(1000 if workload.name == "equal" else 8192, seed=1))
+        _write(train, workload.sums(512, seed=2))
+        write_model(initial, std=0.05, overwrite=True)
+        words = [*data_settings(workload, lessons), "data.response_key=response", f"model.path={initial}"]
+        words += [f"sft.out={policy}", "layout.dp=1", f"run.dir={folder / workload.name / 'sft'}"]
+        package_command("sft", *words, f"sft.steps={workload.warm_up_steps}", "sft.batch=48", "sft.lr=3e-3")
+    return policy, train
+
+
+def data_settings(workload: Workload, file: Path) -> list[str]:
+    """Settings of ours to read such a pool."""
+    return [
+        f"data.train={file}",
+        "data.chat_template=false",
+        f"data.max_prompt_tokens={workload.max_prompt_tokens}",
+        f"rollout.max_response_tokens={workload.max_response_tokens}",
+    ]
+
+
+def _write(file: Path, sums: list[Sum]) -> None:
+    rows = [{"prompt": one.question, "label": one.label, "response": one.worked_answer} for one in sums]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def trl_python() -> str:
@@ -74,14 +152,8 @@ class Arm:
         self.name, self.log = name, log
         settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "HF_HUB_OFFLINE": "1"}
         with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=os.environ | settings,
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            self.process = subprocess.Popen(command, text=True, env=os.environ | settings, **pipes)
         self.steps: list[dict[str, Any]] = []
 
     def heard(self) -> dict[str, Any]:
@@ -109,21 +181,15 @@ class Arm:
 def commands(workload: Workload, options: argparse.Namespace, python: str) -> dict[str, list[str]]:
     """What starts each arm."""
     policy, pool = prepared(workload, options.folder)
-    trl = [python, str(HERE / "trl_run.py"), f"--policy={policy}", f"--pool={pool}", f"--prompts={workload.prompts}"]
-    trl += [f"--samples={SAMPLES}", f"--max-response-tokens={workload.max_response_tokens}", f"--lr={LEARNING_RATE}"]
-    batch = options.trl_batch or TRL_BATCH[workload.name]
-    trl += [f"--steps={options.steps}", f"--batch={batch}", f"--settings={options.trl_settings}"]
+    trl = {"policy": str(policy), "pool": str(pool), "prompts": workload.prompts, "samples": SAMPLES}
+    trl |= {"max_response_tokens": workload.max_response_tokens, "lr": LEARNING_RATE, "steps": options.steps}
+    trl |= {"batch": options.trl_batch or TRL_BATCH[workload.name], "settings": json.loads(options.trl_settings)}
     ours = [sys.executable, str(HERE / "our_run.py"), *data_settings(workload, pool), f"model.path={policy}"]
-    ours += [
-        "layout.dp=1",
-        f"reward.function={HERE / 'near_the_sum.py'}:compute_score",
-        "loss.name=grpo",
-        "run.export=false",
-        "run.checkpoint_every=0",
-    ]
+    ours += [f"reward.function={HERE / 'step_watch.py'}:compute_score", "loss.name=grpo", "layout.dp=1"]
+    ours += ["run.export=false", "run.checkpoint_every=0"]
     ours += [f"run.steps={options.steps}", f"rollout.prompts_per_step={workload.prompts}", "eval.problems=0"]
     ours += [f"rollout.samples_per_prompt={SAMPLES}", f"optimizer.lr={LEARNING_RATE}", f"pack.max_tokens={PACK}"]
-    arms = {"trl": trl}
+    arms = {"trl": [python, str(HERE / "trl_run.py"), json.dumps(trl)]}
     for name, settings in OURS.items():
         arms[name] = [*ours, f"run.dir={options.folder / workload.name / name}", *settings]
     return arms
@@ -134,11 +200,9 @@ def compared(workload: Workload, options: argparse.Namespace, python: str) -> di
     arms: list[Arm] = []
     try:
         for name, command in commands(workload, options, python).items():
-            subprocess.run(["rm", "-rf", str(options.folder / workload.name / name)], check=True)
+            shutil.rmtree(options.folder / workload.name / name, ignore_errors=True)
             arms.append(Arm(name, command, options.folder / workload.name / f"{name}.log"))
-            loaded = arms[-1].heard()
-            if not options.json:
-                print(f"{workload.name}: {name} loaded ({loaded['loaded_mib']:.0f} MiB)", file=sys.stderr)
+            arms[-1].heard()  # it is loaded
         for _ in range(options.steps):
             for arm in arms:
                 arm.take_step()
@@ -151,38 +215,24 @@ def compared(workload: Workload, options: argparse.Namespace, python: str) -> di
     for name in OURS:
         for figure in ("seconds", "cpu_seconds"):
             results[name][f"{figure}_ratio"] = results["trl"][figure] / results[name][figure]
+        pairs = (results[arm]["all_seconds"][1:] for arm in ("trl", name))
+        results[name]["seconds_ratio_interval"] = paired_ratio(*pairs)["interval"]
     return results
 
 
-def show(workload: str, results: dict[str, Any]) -> None:
-    print(f"\n{workload}")
-    for arm, row in results.items():
-        first, last = (sum(part) / len(part) for part in (row["reward"][:3], row["reward"][-3:]))
-        length = sum(row["response_length"]) / len(row["response_length"])
-        print(
-            f"  {arm:<14} {row['seconds']:6.2f} s a step ({row['cpu_seconds']:.2f} of the processor)"
-            f"   TRL over it {row.get('seconds_ratio', 1.0):5.2f}   padding {row['padding']:5.1%} of the slots of "
-            f"{row['trained_tokens']:6,.0f} tokens   memory {row['peak_above_loaded_mib']:4.0f} MiB   "
-            f"length {length:5.1f}   reward {first:.3f}, then {last:.3f}"
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/against_trl"), help="policies, pools and logs")
+    parser = arguments(
+        __doc__,
+        folder=(Path("runs/against_trl"), "policies, pools and logs"),
+        steps=6,
+        trl_batch=(int, "sequences in a forward and backward pass of TRL's"),
+        trl_settings=("{}", "more settings of GRPOConfig, as JSON"),
+    )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--trl-batch", type=int, help="sequences in a forward and backward pass of TRL's")
-    parser.add_argument("--trl-settings", default="{}", help="more settings of GRPOConfig, as JSON")
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
     options = parser.parse_args()
     python = trl_python()
-    results = {}
-    for name in options.workloads:
-        results[name] = compared(WORKLOADS[name], options, python)
-        if not options.json:
-            show(name, results[name])
-    print(json.dumps({"steps": options.steps, **results}))
+    results = {name: compared(WORKLOADS[name], options, python) for name in options.workloads}
+    finish({"steps": options.steps, **results}, options)
 
 
 if __name__ == "__main__":

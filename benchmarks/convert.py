@@ -4,8 +4,8 @@
 
 A random-weight model of the published shape is made in bf16, in shards of a gigabyte. Each repetition copies it,
 converts it, copies the checkpoint and converts that back; before each of the four the last output is removed and the
-disk is left to finish writing. Every conversion is the real command in a fresh process. Its seconds begin after the
-imports; those of the whole command, start of Python included, are given besides. ``*_over_cp`` are ratios of medians.
+disk is left to finish writing. Every conversion is the real command in a fresh process; its seconds begin after the
+imports. ``*_over_cp`` are ratios of medians.
 
 ``peak_gb`` is the most anonymous memory (RssAnon, every 10 ms) over what the process held after its imports, the larger
 of both ways. ``io_over_model`` is what the process read and wrote by system calls (rchar and wchar of /proc/self/io),
@@ -15,103 +15,53 @@ begin, a few pages each, which it leaves out.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron_dppo.bridge.convert_commands import (
-    hf_to_megatron,
-    megatron_to_hf,
-    parse_hf_to_megatron,
-    parse_megatron_to_hf,
-)
+from harness import PeakMemory, arguments, finish, in_own_process, own_status, timed
+
+from megatron_dppo.bridge import convert_commands as commands
 
 GB = 10**9
 COMMANDS = {
-    "to_megatron": (hf_to_megatron, parse_hf_to_megatron, []),
-    "to_hf": (megatron_to_hf, parse_megatron_to_hf, ["--shard-gb", "1"]),
+    "to_megatron": (commands.hf_to_megatron, commands.parse_hf_to_megatron, []),
+    "to_hf": (commands.megatron_to_hf, commands.parse_megatron_to_hf, ["--shard-gb", "1"]),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     seconds: float
-    cpu_seconds: float
-    """User and system."""
-    whole_seconds: float = 0.0
-    """From the start of the process to its end."""
     peak_bytes: int = 0
     io_bytes: int = 0
 
 
-class PeakAnonymous:
-    """The most anonymous memory of this process within the ``with`` block, above what it had before, in bytes."""
-
-    def __enter__(self) -> PeakAnonymous:
-        self._before = self._peak = _status("status", "RssAnon")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.01):
-            self._peak = max(self._peak, _status("status", "RssAnon"))
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.bytes = 1024 * (max(self._peak, _status("status", "RssAnon")) - self._before)
-
-
-def _status(file: str, field: str) -> int:
-    lines = (line.partition(":") for line in Path("/proc/self", file).read_text().splitlines())
-    return next(int(value.split()[0]) for name, _, value in lines if name == field)
-
-
-def _cpu(who: int) -> float:
-    usage = resource.getrusage(who)
-    return usage.ru_utime + usage.ru_stime
-
-
-def convert_here(way: str, source: str, out: str, workers: str) -> None:
-    """Run a conversion in this process and print its measurement."""
+def converted(way: str, *words: str) -> Measurement:
+    """Run a conversion in this process."""
     command, parse, options = COMMANDS[way]
-    chosen = parse([source, out, "--workers", workers, *options])
-    traffic = sum(_status("io", field) for field in ("rchar", "wchar"))
-    with contextlib.redirect_stdout(sys.stderr), PeakAnonymous() as memory:
-        cpu, start = _cpu(resource.RUSAGE_SELF), time.perf_counter()
-        command(chosen)
-        seconds, cpu = time.perf_counter() - start, _cpu(resource.RUSAGE_SELF) - cpu
-    traffic = sum(_status("io", field) for field in ("rchar", "wchar")) - traffic
-    print(json.dumps(asdict(Measurement(seconds, cpu, 0.0, memory.bytes, traffic))))
+    chosen = parse([*words, *options])
+    traffic = sum(own_status(field, "io") for field in ("rchar", "wchar"))
+    with contextlib.redirect_stdout(sys.stderr), PeakMemory("RssAnon", every_s=0.01) as memory:
+        seconds, _ = timed(lambda: command(chosen))
+    traffic = sum(own_status(field, "io") for field in ("rchar", "wchar")) - traffic
+    return Measurement(seconds, memory.grown, traffic)
 
 
-def timed(way: str, source: Path, out: Path, workers: int) -> Measurement:
+def measured(way: str, source: Path, out: Path, workers: int) -> Measurement:
     """Run ``cp`` or a conversion in a process of its own, on a disk at rest."""
     shutil.rmtree(out, ignore_errors=True)
     os.sync()
-    cpu, start = _cpu(resource.RUSAGE_CHILDREN), time.perf_counter()
     if way == "cp":
-        subprocess.run(["cp", "-r", source, out], check=True)
-        seconds = time.perf_counter() - start
-        return Measurement(seconds, _cpu(resource.RUSAGE_CHILDREN) - cpu, seconds)
-    command = [sys.executable, __file__, "--here", way, source, out, str(workers)]
-    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-    whole = time.perf_counter() - start
-    return Measurement(**{**json.loads(printed), "whole_seconds": whole})
+        return Measurement(timed(lambda: subprocess.run(["cp", "-r", source, out], check=True))[0])
+    return in_own_process(converted, way, str(source), str(out), "--workers", str(workers))
 
 
 def measure(model: Path, folder: Path, repetitions: int, workers: int) -> dict[str, list[Measurement]]:
@@ -125,7 +75,7 @@ def measure(model: Path, folder: Path, repetitions: int, workers: int) -> dict[s
     found = defaultdict(list)
     for _ in range(repetitions):
         for name, (way, source, out) in steps.items():
-            found[name].append(timed(way, source, out, workers))
+            found[name].append(measured(way, source, out, workers))
             if out != megatron:
                 shutil.rmtree(out)
     return found
@@ -141,45 +91,33 @@ def summary(found: dict[str, list[Measurement]], model: Path) -> dict[str, objec
     shards = [file.stat().st_size for file in model.glob("*.safetensors")]
     report: dict[str, object] = {"model_gb": round(sum(shards) / GB, 3), "largest_shard_gb": round(max(shards) / GB, 3)}
     for name in found:
-        key = name.replace(" ", "_")
-        report[f"{key}_seconds"] = round(middle(name, "seconds"), 2)
-        report[f"{key}_cpu_seconds"] = round(middle(name, "cpu_seconds"), 2)
+        report[f"{name.replace(' ', '_')}_seconds"] = round(middle(name, "seconds"), 2)
     for way, copied in {"to_megatron": "cp of the model", "to_hf": "cp of the checkpoint"}.items():
-        report[f"{way}_whole_seconds"] = round(middle(way, "whole_seconds"), 2)
         report[f"{way}_over_cp"] = round(middle(way, "seconds") / middle(copied, "seconds"), 3)
-        report[f"{way}_cpu_over_cp"] = round(middle(way, "cpu_seconds") / middle(copied, "cpu_seconds"), 3)
     report["peak_gb"] = round(greatest("peak_bytes") / GB, 4)
     report["io_over_model"] = round(greatest("io_bytes") / (2 * sum(shards)), 4)
     return report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", default="qwen3-1.7b", help="a published shape (default: %(default)s)")
-    parser.add_argument("--model", type=Path, help="a model directory to convert instead")
-    parser.add_argument("--work-dir", type=Path, default=Path("/var/tmp"), help="on a disk (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1))
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    parser.add_argument("--here", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.here:
-        convert_here(*arguments.here)
-        return
-    with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.work_dir) as made:
+    options = arguments(
+        __doc__,
+        shape=("qwen3-1.7b", "a published shape (default: %(default)s)"),
+        model=(Path, "a model directory to convert instead"),
+        work_dir=(Path("/var/tmp"), "on a disk (default: %(default)s)"),
+        repetitions=5,
+        workers=min(4, os.cpu_count() or 1),
+    ).parse_args()
+    with tempfile.TemporaryDirectory(prefix="convert-", dir=options.work_dir) as made:
         folder = Path(made)
-        if not (model := arguments.model):
+        if not (model := options.model):
             from megatron_dppo.init import write_model  # not in the processes that are measured
 
             model = folder / "model"
-            write_model(model, shape=arguments.shape, dtype="bf16", max_shard_bytes=GB)
-        found = measure(model, folder, arguments.repetitions, arguments.workers)
-        report = {"repetitions": arguments.repetitions, "workers": arguments.workers, **summary(found, model)}
-    if not arguments.json:
-        for name, measurements in found.items():
-            seconds = " ".join(f"{measurement.seconds:6.2f}" for measurement in measurements)
-            print(f"{name:22}{seconds} s")
-    print(json.dumps(report))
+            write_model(model, shape=options.shape, dtype="bf16", max_shard_bytes=GB)
+        found = measure(model, folder, options.repetitions, options.workers)
+        report = {"repetitions": options.repetitions, "workers": options.workers, **summary(found, model)}
+    finish(report, options)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
-"""How well each pruning rule estimates the gradient, on real ones: three stages of a real training run.
+"""How well each rule for completions estimates the gradient, on real ones: three stages of a real training run.
 
 For every rule and budget of expected kept tokens (rates are found by bisection), over many draws: the error
-E‖∇Ĵ − ∇J‖² / ‖∇J‖², the bias ‖E∇Ĵ − ∇J‖ / ‖∇J‖ with the standard error of its estimate, the mean cosine of ∇Ĵ and ∇J,
-the spread of the tokens kept, and the effective batch V/(V + E‖∇Ĵ − ∇J‖²). V is the noise that sampling leaves without
-any pruning: the variance of ∇J over windows of so many independent prompts, estimated from the window's own prompts as
-N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a prompt's part of ∇J. An error of a biased rule includes its bias.
+E‖∇Ĵ − ∇J‖² / ‖∇J‖², which includes the bias of a biased rule, and the bias ‖E∇Ĵ − ∇J‖ / ‖∇J‖ with the standard error
+of its estimate. ``sampling_noise`` is what sampling leaves without any pruning: the variance of ∇J over windows of so
+many independent prompts, over ‖∇J‖², estimated from the window's own prompts as N/(N − 1) Σ_q ‖y_q − ȳ‖² with y_q a
+prompt's part of ∇J.
 
     python benchmarks/estimator.py [--prompts 48] [--samples 8] [--json]
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,25 +20,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness import arguments, finish
 from real_gradients import norm
 from training_stages import Stage, training_stages
 
-from megatron_dppo.config import (
-    CompletionPruningConfig,
-    Config,
-    LossConfig,
-    PromptPruningConfig,
-    PruningConfig,
-    replace,
-)
+from megatron_dppo import config
+from megatron_dppo.config import PruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.objectives import OBJECTIVES
-from megatron_dppo.rl.plan import take_groups
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
-from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.sampling import draw_bernoulli
-from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, StepMetadata
 
 BUDGETS = (0.5, 0.3, 0.15)
@@ -61,7 +50,6 @@ class Row:
 
     stage: str
     objective: str
-    level: str
     rule: str
     max_weight: float
     budget: float
@@ -70,10 +58,6 @@ class Row:
     error: float | None = None
     bias: float | None = None
     bias_standard_error: float | None = None
-    cosine: float | None = None
-    effective_batch: float | None = None
-    token_spread: float | None = None
-    """Standard deviation of the kept tokens over their mean."""
 
 
 class Window:
@@ -85,17 +69,16 @@ class Window:
         self.advantage = group_advantages(metadata.rewards, normalise=self.objective.normalise)
         self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
         self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(np.float64)
-        everything = prune_minibatch(
-            metadata, self.config(_rules("none", "none")), self.objective, keep=1.0, rng=_any()
-        )
+        rng = np.random.default_rng(0)
+        everything = prune_minibatch(metadata, self.config(_rules("none")), self.objective, keep=1.0, rng=rng)
         self.full = (everything.coefficient / everything.normaliser).ravel()
         self.length = float(norm(self.gram, self.full))
         if not self.length > 0.0:
             problem = f"no group has mixed rewards at the {stage.name} stage, so that there is no gradient"
             raise UserError("--prompts", len(metadata.rewards), problem, "Give more, or raise sft.steps")
 
-    def config(self, pruning: PruningConfig) -> Config:
-        return Config(loss=LossConfig(name=self.objective.name), pruning=pruning)
+    def config(self, pruning: PruningConfig) -> config.Config:
+        return config.Config(loss=config.LossConfig(name=self.objective.name), pruning=pruning)
 
     @property
     def sampling_noise(self) -> float:
@@ -115,25 +98,19 @@ class Window:
         mean = scales.mean(axis=0)
         error = float(np.mean(norm(self.gram, scales - self.full) ** 2)) / self.length**2
         spread = float(np.mean(norm(self.gram, scales - mean) ** 2)) / self.length**2
-        inner = scales @ self.gram @ self.full
-        lengths = norm(self.gram, scales) * self.length
-        noise = self.sampling_noise
         return {
             "kept_tokens": float(tokens.mean() / self.cost.sum()),
             "error": error,
             "bias": float(norm(self.gram, mean - self.full)) / self.length,
             "bias_standard_error": math.sqrt(spread / draws),
-            "cosine": float(np.divide(inner, lengths, out=np.zeros_like(inner), where=lengths > 0.0).mean()),
-            "effective_batch": noise / (noise + error),
-            "token_spread": float(tokens.std() / max(tokens.mean(), 1e-9)),
         }
 
     def completions(self, pruning: PruningConfig, keep: float, metadata: StepMetadata | None = None) -> Draw:
         """Draws of a rule for completions; ``metadata`` may tell it other score norms."""
-        config, known = self.config(pruning), metadata or self.metadata
+        ruled, known = self.config(pruning), metadata or self.metadata
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
-            pruned = prune_minibatch(known, config, self.objective, keep=keep, rng=rng)
+            pruned = prune_minibatch(known, ruled, self.objective, keep=keep, rng=rng)
             scale = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
             return scale.ravel(), float(self.cost[pruned.kept].sum())
 
@@ -146,9 +123,8 @@ class Window:
 
         def draw(rng: np.random.Generator) -> tuple[Floats, float]:
             kept = draw_bernoulli(inclusion, rng)
-            return self.full * np.divide(kept, inclusion, out=np.zeros_like(inclusion), where=kept).ravel(), float(
-                self.cost[kept].sum()
-            )
+            weight = np.divide(kept, inclusion, out=np.zeros_like(inclusion), where=kept)
+            return self.full * weight.ravel(), float(self.cost[kept].sum())
 
         return draw
 
@@ -176,94 +152,40 @@ class Window:
             low, high = (middle, high) if expected_tokens(self, at(middle)) < budget else (low, middle)
         return at(high)
 
-    def prompts(self, pruning: PruningConfig, keep: float) -> Draw:
-        """Draws of a rule for prompts, then of the completions of what they keep."""
-        config, rule = self.config(pruning), pruning.prompts
 
-        def draw(rng: np.random.Generator) -> tuple[Floats, float]:
-            selection = select(
-                self.metadata.prompt_ids,
-                self.stage.history,
-                rule,
-                group_size=self.cost.shape[1],
-                normalised=self.objective.normalise,
-                keep=keep,
-                rng=rng,
-            )
-            part = take_groups(self.metadata, selection.prompt_ids)
-            part = dataclasses.replace(part, prompt_inclusion=selection.inclusion, window=float(selection.window))
-            if rule.rule == "dynamic_sampling":
-                part = take_groups(part, mixed(part))
-            pruned = prune_minibatch(part, config, self.objective, keep=pruning.completions.keep, rng=rng)
-            scale, kept = np.zeros_like(self.cost), np.zeros_like(self.cost)
-            scale[part.prompt_ids] = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
-            kept[part.prompt_ids] = pruned.kept if pruning.completions.rule != "none" else 1.0
-            return scale.ravel(), float((kept * self.cost).sum())
-
-        return draw
-
-
-def _rules(prompts: str, completions: str, *, max_weight: float = 5.0, **more: object) -> PruningConfig:
-    rule = CompletionPruningConfig(rule=completions, **more)
-    return PruningConfig(prompts=PromptPruningConfig(rule=prompts), completions=rule, max_weight=max_weight)
-
-
-def _any() -> np.random.Generator:
-    return np.random.default_rng(0)
+def _rules(rule: str, *, max_weight: float = 5.0, **more: object) -> PruningConfig:
+    completions = config.CompletionPruningConfig(rule=rule, **more)
+    return PruningConfig(
+        prompts=config.PromptPruningConfig(rule="none"), completions=completions, max_weight=max_weight
+    )
 
 
 def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
-    """Every estimator at every budget, at the completions' level, the prompts' and both."""
-    window = Window(stage, objective)
-
-    def row(level: str, rule: str, weight: float, budget: float, draw: Draw | None) -> Row:
-        empty = Row(stage.name, objective, level, rule, weight, round(budget, 3), None)
-        return empty if draw is None else dataclasses.replace(empty, **window.judge(draw, draws))
-
-    norms = stage.unit_norms
+    """Every estimator at every budget."""
+    window, norms = Window(stage, objective), stage.unit_norms
     told = {
         "neyman": None,
         "neyman, head": dataclasses.replace(stage.metadata, score_norms=stage.head_score_norms),
         "neyman, advantage": dataclasses.replace(stage.metadata, score_norms=np.ones_like(norms)),
         "neyman, true norms": dataclasses.replace(stage.metadata, score_norms=norms),
     }
+    weights = (5.0, 20.0)
+    ruled = [(name, _rules("neyman", max_weight=most), known) for most in weights for name, known in told.items()]
+    ruled += [("threshold", _rules("threshold", max_weight=most), None) for most in weights]
+    ruled += [(name, _rules(name), None) for name in ("threshold_deterministic", "top_k")]
+    ruled += [("top_k, kept", _rules("top_k", normaliser="kept"), None)]
     for budget in BUDGETS:
-        for all_of_them, name in ((True, "uniform"), (False, "uniform without A=0")):
-            yield row("completions", name, math.inf, budget, window.uniform(budget, all_of_them=all_of_them))
-        yield row("completions", "importance", math.inf, budget, window.importance(budget))
-        for weight in (5.0, 20.0):
-            for name, metadata in told.items():
-                pruning = _rules("none", "neyman", max_weight=weight)
-                draw = at_budget(window, budget, lambda k, p=pruning, m=metadata: window.completions(p, k, m))
-                yield row("completions", name, weight, budget, draw)
-            pruning = _rules("none", "threshold", max_weight=weight)
-            draw = at_budget(window, budget, lambda k, p=pruning: window.completions(p, k))
-            yield row("completions", "threshold", weight, budget, draw)
-        for name, more in (("threshold_deterministic", {}), ("top_k", {}), ("top_k, kept", {"normaliser": "kept"})):
-            pruning = _rules("none", name.partition(",")[0], **more)
-            draw = at_budget(window, budget, lambda k, p=pruning: window.completions(p, k))
-            yield row("completions", name, 5.0, budget, draw)
-        for name in ("threshold", "neyman"):
-            pruning = _rules(name, "none")
-            yield row(
-                "prompts", name, 5.0, budget, at_budget(window, budget, lambda k, p=pruning: window.prompts(p, k))
-            )
-        for name in ("greso", "dynamic_sampling"):
-            yield row("prompts", name, 5.0, budget, None)
-        yield row("both", "neyman", 5.0, budget, both(window, budget))
-    for name in ("greso", "dynamic_sampling"):  # what share they keep is not theirs to choose
-        draw = window.prompts(_rules(name, "none"), 0.5)
-        yield row("prompts", name, 5.0, expected_tokens(window, draw), draw)
-
-
-def both(window: Window, budget: float) -> Draw | None:
-    """The default: 0.7 of the prompts, and of their completions what is left of the budget."""
-    rules = _rules("neyman", "neyman")
-
-    def at(keep: float) -> Draw:
-        return window.prompts(replace(rules, completions=replace(rules.completions, keep=keep)), rules.prompts.keep)
-
-    return at_budget(window, budget, at)
+        found: list[tuple[str, float, Draw | None]] = [
+            ("uniform", math.inf, window.uniform(budget, all_of_them=True)),
+            ("uniform without A=0", math.inf, window.uniform(budget, all_of_them=False)),
+            ("importance", math.inf, window.importance(budget)),
+        ]
+        for name, pruning, metadata in ruled:
+            draw = at_budget(window, budget, lambda k, p=pruning, m=metadata: window.completions(p, k, m))
+            found.append((name, pruning.max_weight, draw))
+        for name, weight, draw in found:
+            row = Row(stage.name, objective, name, weight, budget, None)
+            yield row if draw is None else dataclasses.replace(row, **window.judge(draw, draws))
 
 
 def expected_tokens(window: Window, draw: Draw, draws: int = 60) -> float:
@@ -290,24 +212,19 @@ def at_budget(window: Window, budget: float, at: Callable[[float], Draw]) -> Dra
     return at(high) if abs(share - budget) <= TOLERANCE * budget else None
 
 
-def correlations(stage: Stage) -> dict[str, float]:
-    """Pearson's, of the true norms ‖Σ_t ∇log p_t‖ with each proxy of them, over completions with an advantage."""
-    live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
-    lengths = stage.metadata.response_lengths[live].astype(np.float64)
-    proxies = {
-        "engine": stage.metadata.score_norms[live],
-        "head": stage.head_score_norms[live],
-        "√length": np.sqrt(lengths),
-    }
-    norms = stage.unit_norms[live].ravel()
-    return {name: float(np.corrcoef(norms, proxy.ravel())[0, 1]) for name, proxy in proxies.items()}
+def correlations(stage: Stage, *, weighed: bool) -> dict[str, float]:
+    """Pearson's, of the true norms ‖Σ_t ∇log p_t‖ with each proxy of them, over completions with an advantage.
 
-
-def weighed_correlations(stage: Stage) -> dict[str, float]:
-    """The same of what enters the sums of ``seq_mean``: |A|/L times each of them, and times 1 for ``advantage``."""
-    live = np.ptp(stage.metadata.rewards, axis=1) > 0.0
-    share = np.abs(group_advantages(stage.metadata.rewards, normalise=True)) / stage.metadata.response_lengths
-    proxies = {"engine": stage.metadata.score_norms, "head": stage.head_score_norms, "advantage": np.ones_like(share)}
+    Args:
+        stage: what was measured.
+        weighed: by |A|/L, as norms and proxies enter the sums of ``seq_mean``; ``advantage`` is a proxy of 1 then.
+    """
+    metadata = stage.metadata
+    live = np.ptp(metadata.rewards, axis=1) > 0.0
+    lengths = metadata.response_lengths.astype(np.float64)
+    proxies = {"engine": metadata.score_norms, "head": stage.head_score_norms}
+    proxies |= {"advantage": np.ones_like(lengths)} if weighed else {"√length": np.sqrt(lengths)}
+    share = np.abs(group_advantages(metadata.rewards, normalise=True)) / lengths if weighed else np.ones_like(lengths)
     norms = (share * stage.unit_norms)[live].ravel()
     return {name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1]) for name, proxy in proxies.items()}
 
@@ -317,7 +234,7 @@ def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, o
     errors = {
         (row.rule, row.stage, row.objective, row.budget): max(row.error, LEAST_ERROR)
         for row in rows
-        if row.level == "completions" and row.max_weight == max_weight and row.error is not None
+        if row.max_weight == max_weight and row.error is not None
     }
     ratios = {
         f"{stage} {objective} {budget:g}": error / other
@@ -330,35 +247,14 @@ def neyman_over_threshold(rows: Sequence[Row], max_weight: float) -> dict[str, o
     return {"max_weight": max_weight, "ratio": mean, "cells": ratios}
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    for stage, objective in dict.fromkeys((row.stage, row.objective) for row in rows):
-        print(f"\n{stage}, {objective}", file=sys.stderr)
-        print(
-            f"{'level':<12}{'rule':<26}{'w max':>6}{'budget':>8}{'kept':>7}{'error':>9}{'bias':>8}{'± ':>7}"
-            f"{'cosine':>8}{'batch':>7}{'spread':>8}",
-            file=sys.stderr,
-        )
-        for row in (row for row in rows if (row.stage, row.objective) == (stage, objective)):
-            start = f"{row.level:<12}{row.rule:<26}{row.max_weight:>6g}{row.budget:>8g}"
-            if row.error is None:
-                print(f"{start}  infeasible", file=sys.stderr)
-                continue
-            print(
-                f"{start}{row.kept_tokens:>7.3f}{row.error:>9.4f}{row.bias:>8.3f}{row.bias_standard_error:>7.3f}"
-                f"{row.cosine:>8.3f}{row.effective_batch:>7.2f}{row.token_spread:>8.3f}",
-                file=sys.stderr,
-            )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=48, help="of the window")
-    parser.add_argument("--samples", type=int, default=8, help="completions per prompt")
-    parser.add_argument(
-        "--steps", type=int, default=150, help="most steps of training until the late stage is measured"
+    parser = arguments(
+        __doc__,
+        prompts=(48, "of the window"),
+        samples=(8, "completions per prompt"),
+        steps=(150, "most steps of training until the late stage is measured"),
+        draws=(400, "of each estimator"),
     )
-    parser.add_argument("--draws", type=int, default=400, help="of each estimator")
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
     parser.add_argument("settings", nargs="*", help="more settings of the training")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -366,8 +262,7 @@ def main() -> None:
     stages = []
     with tempfile.TemporaryDirectory() as folder:
         for stage in training_stages(options.prompts, options.samples, options.steps, Path(folder), options.settings):
-            measured = [row for objective in HELD for row in rows_of(stage, objective, options.draws)]
-            rows += measured
+            rows += [row for objective in HELD for row in rows_of(stage, objective, options.draws)]
             stages.append(
                 {
                     "stage": stage.name,
@@ -375,26 +270,18 @@ def main() -> None:
                     "accuracy": float((stage.metadata.rewards == 1.0).mean()),
                     "mixed_groups": float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()),
                     "sampling_noise": {objective: Window(stage, objective).sampling_noise for objective in HELD},
-                    "correlation_with_true_norms": correlations(stage),
-                    "correlation_of_terms": weighed_correlations(stage),
+                    "correlation_with_true_norms": correlations(stage, weighed=False),
+                    "correlation_of_terms": correlations(stage, weighed=True),
                 }
             )
-            if not options.json:
-                print_table(measured)
-                print(stages[-1], file=sys.stderr)
     default, light = (neyman_over_threshold(rows, weight) for weight in (5.0, 20.0))
-    print(
-        json.dumps(
-            {
-                "neyman_over_threshold": default["ratio"],
-                "by_max_weight": [default, light],
-                "stages": stages,
-                "rows": [
-                    asdict(row) | {"max_weight": None if math.isinf(row.max_weight) else row.max_weight} for row in rows
-                ],
-            }
-        )
-    )
+    report = {
+        "neyman_over_threshold": default["ratio"],
+        "by_max_weight": [default, light],
+        "stages": stages,
+        "rows": [asdict(row) | {"max_weight": None if math.isinf(row.max_weight) else row.max_weight} for row in rows],
+    }
+    finish(report, options)
 
 
 if __name__ == "__main__":

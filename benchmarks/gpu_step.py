@@ -37,13 +37,8 @@ works; its figures say nothing.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
-import socket
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -53,16 +48,10 @@ from unittest import mock
 import numpy as np
 import torch
 from gpu_watch import waits_per_pack, write_profile
+from harness import arguments, be_the_only_rank, finish, in_own_process, timed
 
-from megatron_dppo.config import (
-    HEAD_CHUNK_MIB,
-    Config,
-    LayoutConfig,
-    LossConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PackConfig,
-)
+from megatron_dppo import config as settings
+from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.estimate.assumptions import GIB, Assumptions
 from megatron_dppo.estimate.memory import actor_memory
 from megatron_dppo.estimate.workload import Placement, Setup
@@ -136,12 +125,9 @@ def make_rows(setting: Setting, vocabulary: int) -> list[TrainingSample]:
 def packed(rows: list[TrainingSample], setting: Setting, hidden: int) -> list[Pack]:
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
     limit = setting.pack_tokens // setting.scale
+    multiple = capacity_multiple(LayoutConfig(dp=1), limit, cuda=torch.cuda.is_available())
     packing = pack_sequences(
-        lengths,
-        ranks=1,
-        max_tokens=limit,
-        capacity_multiple=capacity_multiple(LayoutConfig(dp=1), limit, cuda=torch.cuda.is_available()),
-        costs=CostModel.of_width(hidden),
+        lengths, ranks=1, max_tokens=limit, capacity_multiple=multiple, costs=CostModel.of_width(hidden)
     )
     return [build_pack([rows[i] for i in pack], packing.capacity, pad_id=0, align=1) for pack in packing.packs[0]]
 
@@ -150,14 +136,12 @@ def padded(rows: list[TrainingSample], setting: Setting) -> list[Pack]:
     longest = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
     together = max(1, setting.pack_tokens // setting.scale // longest)
     batches = [rows[start : start + together] for start in range(0, len(rows), together)]
-    return [build_pack(batch, len(batch) * longest, pad_id=0, align=longest) for batch in batches[:-1]] + [
-        build_pack(batches[-1], together * longest, pad_id=0, align=longest)
-    ]
+    return [build_pack(batch, together * longest, pad_id=0, align=longest) for batch in batches]
 
 
 def update(actor: Actor, packs: list[Pack]) -> None:
     """The trainer's own, by so small a rate that the next one's figures are no others."""
-    loss = PolicyLoss(objective_for(LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
+    loss = PolicyLoss(objective_for(settings.LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
     loss.take_scored()  # of which a run compares those of a step's first update
     actor.update([Microbatch(pack) for pack in packs], loss, lr=1e-7)
 
@@ -181,13 +165,7 @@ def wait(device: torch.device) -> None:
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """The median of several runs, after some that are not counted."""
-    times = []
-    for _ in range(WARM_UP + REPEATS):
-        wait(device)
-        start = time.perf_counter()
-        work()
-        wait(device)
-        times.append(time.perf_counter() - start)
+    times = [timed(work, partial(wait, device))[0] for _ in range(WARM_UP + REPEATS)]
     return statistics.median(times[WARM_UP:])
 
 
@@ -210,9 +188,8 @@ def random_weights(chunks: Sequence[PolicyModel]) -> None:
 def planned_gib(setting: Setting, shape: PolicyShape, pack_tokens: int) -> float:
     """What a plan expects of what torch allocates in a step on one GPU."""
     layout = LayoutConfig(dp=1)
-    config = Config(
-        model=setting.model, layout=layout, optimizer=setting.optimizer, pack=PackConfig(max_tokens=pack_tokens)
-    )
+    pack = settings.PackConfig(max_tokens=pack_tokens)
+    config = settings.Config(model=setting.model, layout=layout, optimizer=setting.optimizer, pack=pack)
     placement = Placement(layout, ranks=1, servers=(1,), shared=True, gpus=1)
     parts = actor_memory(Setup(config, shape, placement, Assumptions())).parts
     return sum(size for part, size in parts.items() if part not in NOT_ALLOCATED) / GIB
@@ -227,11 +204,9 @@ def measure_way(actor: Actor, packs: list[Pack], rows: list[TrainingSample], rat
     passes: list[float] = []
     accumulate = actor.accumulate
 
-    def timed_passes(*arguments: Any) -> list[Sums]:
-        start = time.perf_counter()
-        outputs = accumulate(*arguments)
-        wait(device)
-        passes.append(time.perf_counter() - start)
+    def timed_passes(*given: Any) -> list[Sums]:
+        seconds, outputs = timed(lambda: accumulate(*given), partial(wait, device))
+        passes.append(seconds)
         return outputs
 
     with mock.patch.object(actor, "accumulate", timed_passes):
@@ -254,12 +229,9 @@ def measure_way(actor: Actor, packs: list[Pack], rows: list[TrainingSample], rat
     )
 
 
-def measure(setting: Setting, results: multiprocessing.Queue[dict[str, object]]) -> None:
+def measure(setting: Setting) -> dict[str, Any]:
     """Run one shape in this process and report it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    os.environ.update(address, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    be_the_only_rank()
     layout = LayoutConfig(dp=1)
     world = initialize(layout, seed=1, timeout_s=600.0)
     shape = PUBLISHED.get(f"qwen3-{setting.shape}", TINY)
@@ -274,104 +246,64 @@ def measure(setting: Setting, results: multiprocessing.Queue[dict[str, object]])
         title = f"A step of {setting.shape} over {len(packs)} packs of {len(packs[0].token_ids)} tokens"
         write_profile(lambda: update(actor, packs), world.device, setting.profile, title)
     theirs = measure_way(actor, padded(rows, setting), rows, rate, setting)
-    results.put(
-        {
-            "shape": setting.shape,
-            "parameters": sum(parameter.numel() for parameter in actor.parameters()),
-            "spec": "te" if actor.config.apply_rope_fusion else "torch",
-            "dtype": setting.model.dtype,
-            "recompute": setting.model.recompute,
-            "head_chunk_mib": setting.model.head_chunk_mib or HEAD_CHUNK_MIB[world.device.type],
-            "offload": setting.optimizer.offload,
-            "sequences": len(rows),
-            "tokens": sum(len(row.prompt_ids) + len(row.response_ids) for row in rows),
-            "matrix_tflops": rate / 1e12,
-            "packed": asdict(ours),
-            "padded": asdict(theirs),
-            "padded_over_packed_seconds": theirs.seconds / ours.seconds,
-            "host_waits": waits,
-        }
-    )
-
-
-def in_own_process(setting: Setting) -> dict[str, object]:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=measure, args=(setting, results))
-    process.start()
-    while process.is_alive() and results.empty():
-        process.join(0.2)
-    if results.empty() and process.exitcode:
-        raise SystemExit(f"{setting.shape}: the process ended with exit code {process.exitcode}")
-    report = results.get(timeout=60)
-    process.join()
-    return report
+    return {
+        "shape": setting.shape,
+        "parameters": sum(parameter.numel() for parameter in actor.parameters()),
+        "spec": "te" if actor.config.apply_rope_fusion else "torch",
+        "dtype": setting.model.dtype,
+        "recompute": setting.model.recompute,
+        "head_chunk_mib": setting.model.head_chunk_mib or HEAD_CHUNK_MIB[world.device.type],
+        "offload": setting.optimizer.offload,
+        "sequences": len(rows),
+        "tokens": sum(len(row.prompt_ids) + len(row.response_ids) for row in rows),
+        "matrix_tflops": rate / 1e12,
+        "packed": asdict(ours),
+        "padded": asdict(theirs),
+        "padded_over_packed_seconds": theirs.seconds / ours.seconds,
+        "host_waits": waits,
+    }
 
 
 def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     choices = {name: get_args(get_type_hints(ModelConfig)[name]) for name in ("spec", "recompute")}
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", nargs="+", default=["0.6b", "1.7b", "4b"], help="of the dense Qwen3 models")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--pack-tokens", type=int, default=8192)
+    parser = arguments(
+        __doc__,
+        shapes=(["0.6b", "1.7b", "4b"], "of the dense Qwen3 models"),
+        sequences=64,
+        pack_tokens=8192,
+        head_chunk_mib=(int, "as model.head_chunk_mib, whose default it has"),
+        offload=(False, "as optimizer.offload"),
+        sync_debug=(False, "count how often the host waits for the GPU"),
+        tiny=(False, "a tiny shape, on a CPU too, to see that it works"),
+    )
     parser.add_argument("--spec", choices=choices["spec"], default="auto", help="layers, as model.spec")
     parser.add_argument("--recompute", choices=choices["recompute"], default="none", help="as model.recompute")
-    parser.add_argument("--head-chunk-mib", type=int, help="as model.head_chunk_mib, whose default it has")
-    parser.add_argument("--offload", action="store_true", help="as optimizer.offload")
-    parser.add_argument("--sync-debug", action="store_true", help="count how often the host waits for the GPU")
     parser.add_argument("--profile", nargs="?", const="-", metavar="FILE", help="a table of a packed step by kernel")
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape, on a CPU too, to see that it works")
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    arguments = parser.parse_args(words)
-    arguments.shapes = ["tiny"] if arguments.tiny else arguments.shapes
-    if unknown := [shape for shape in arguments.shapes if shape != "tiny" and f"qwen3-{shape}" not in PUBLISHED]:
+    options = parser.parse_args(words)
+    options.shapes = ["tiny"] if options.tiny else options.shapes
+    if unknown := [shape for shape in options.shapes if shape != "tiny" and f"qwen3-{shape}" not in PUBLISHED]:
         parser.error(f"no such shape: {', '.join(unknown)}; there are {', '.join(PUBLISHED)}")
-    return arguments
+    return options
 
 
-def settings_of(arguments: argparse.Namespace, *, cuda: bool) -> list[Setting]:
-    given = {} if arguments.head_chunk_mib is None else {"head_chunk_mib": arguments.head_chunk_mib}
-    model = ModelConfig(dtype="bf16" if cuda else "fp32", spec=arguments.spec, recompute=arguments.recompute, **given)
-    return [
-        Setting(
-            shape,
-            arguments.sequences,
-            arguments.pack_tokens,
-            model,
-            OptimizerConfig(offload=arguments.offload),
-            scale=16 if arguments.tiny else 1,
-            sync_debug=arguments.sync_debug and cuda,
-            profile=arguments.profile,
-        )
-        for shape in arguments.shapes
-    ]
-
-
-def line_of(shape: str, name: str, way: dict[str, Any]) -> str:
-    peak, planned = way["peak_gib"], way["planned_peak_gib"]
-    return (
-        f"{shape:6} {name}  {way['seconds']:8.3f} s  log-probabilities {way['log_probabilities_s']:8.3f} s  "
-        f"{way['tokens_per_second']:9.0f} tokens/s  {100 * way['model_flops_share']:5.1f}% of the matrix rate  "
-        f"fill {100 * way['fill']:5.1f}%" + ("" if peak is None else f"  peak {peak:.1f} GiB, planned {planned:.1f}")
-    )
+def settings_of(options: argparse.Namespace, *, cuda: bool) -> list[Setting]:
+    given = {} if options.head_chunk_mib is None else {"head_chunk_mib": options.head_chunk_mib}
+    model = ModelConfig(dtype="bf16" if cuda else "fp32", spec=options.spec, recompute=options.recompute, **given)
+    optimizer, scale = OptimizerConfig(offload=options.offload), 16 if options.tiny else 1
+    shared = (options.sequences, options.pack_tokens, model, optimizer, scale)
+    return [Setting(shape, *shared, options.sync_debug and cuda, options.profile) for shape in options.shapes]
 
 
 def main() -> None:
-    arguments, cuda = arguments_of(), torch.cuda.is_available()
-    if not cuda and not arguments.tiny:
+    options, cuda = arguments_of(), torch.cuda.is_available()
+    if not cuda and not options.tiny:
         print("gpu_step.py needs CUDA, and torch sees none; --tiny shows on a CPU that it works", file=sys.stderr)
         raise SystemExit(2)
-    if not cuda and arguments.sync_debug:
+    if not cuda and options.sync_debug:
         print("--sync-debug counts nothing here: without CUDA the host waits for no device", file=sys.stderr)
-    rows = []
-    for setting in settings_of(arguments, cuda=cuda):
-        report = in_own_process(setting)
-        rows.append(report)
-        if not arguments.json:
-            for name in ("packed", "padded"):
-                print(line_of(setting.shape, name, report[name]))
+    rows = [in_own_process(measure, setting) for setting in settings_of(options, cuda=cuda)]
     device = torch.cuda.get_device_name() if cuda else "cpu"
-    print(json.dumps({"device": device, "torch": torch.__version__, "tiny": arguments.tiny, "shapes": rows}))
+    finish({"device": device, "torch": torch.__version__, "tiny": options.tiny, "shapes": rows}, options)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-DIGIT = re.compile(r"[0-9]")
 NAME = re.compile(r"(?<![a-zA-Z\\.])(?<![0-9][eE])[a-zA-Z](?![a-zA-Z.])(?![-0-9][0-9]*$)")
 OPENING, CLOSING = "([{", ")]}"
 
@@ -55,9 +54,23 @@ def _put(text: str, found: re.Match[str], into: str) -> str:
     return text[: found.start()] + into + text[found.end() :]
 
 
-def _digit(label: str, rng: random.Random) -> str | None:
-    found = _place(DIGIT, label, rng)
-    return found and _put(label, found, rng.choice([d for d in "0123456789" if d != found[0]]))
+def one(pattern: re.Pattern[str] | str, into: str | Callable[[re.Match[str], random.Random], str]) -> Change:
+    """A change of one match of the pattern, drawn by chance, into a text or into what a function makes of the match."""
+
+    def change(label: str, rng: random.Random) -> str | None:
+        found = _place(pattern, label, rng)
+        return found and _put(label, found, into if isinstance(into, str) else into(found, rng))
+
+    return change
+
+
+def longer(pattern: str, more: Sequence[str]) -> Change:
+    """A change that adds one of some endings to a label in which the pattern is found."""
+    return lambda label, rng: label + rng.choice(more) if re.search(pattern, label) else None
+
+
+def _unused_letters(label: str) -> list[str]:
+    return [letter for letter in "abcdkmnpqrstuvwxyzABKMNPR" if letter.lower() not in label.lower()]
 
 
 def _digit_dropped(label: str, rng: random.Random) -> str | None:
@@ -67,94 +80,10 @@ def _digit_dropped(label: str, rng: random.Random) -> str | None:
     return _put(label, found, "")
 
 
-def _digit_more(label: str, rng: random.Random) -> str | None:
-    found = _place(r"(?<![.0-9])[1-9](?![0-9]*\.)", label, rng)
-    return found and _put(label, found, found[0] + rng.choice("0123456789"))
-
-
-def _digits_turned(label: str, rng: random.Random) -> str | None:
-    found = _place(r"([0-9])(?!\1)([0-9])", label, rng)
-    return found and _put(label, found, found[2] + found[1])
-
-
-def _point(label: str, rng: random.Random) -> str | None:
-    found = _place(r"(?<=[0-9])\.(?=[0-9])", label, rng)
-    return found and _put(label, found, "")
-
-
-def _sign(label: str, rng: random.Random) -> str | None:
-    found = _place(r"[+-]", label, rng)
-    return found and _put(label, found, "-" if found[0] == "+" else "+")
-
-
-def _sign_dropped(label: str, rng: random.Random) -> str | None:
-    found = _place(r"(?:(?<=^)|(?<=[({\[,=]))\s*-", label, rng)
-    return found and _put(label, found, "")
-
-
-def _sign_more(label: str, rng: random.Random) -> str | None:
-    begins = r"(?:(?<=^)|(?<=[\[,=])|(?<=\()(?<!cos\()(?<!cos \())\s*(?=[0-9a-zA-Z\\])"
-    found = _place(rf"{begins}(?!0(?![.0-9])|\\(?:text|mbox|begin|left|right|[{{}}%,]))", label, rng)
-    return found and _put(label, found, found[0] + "-")
-
-
-def _exponent(label: str, rng: random.Random) -> str | None:
-    found = _place(r"\^(?:\{(-?[0-9]+)\}|([0-9]))", label, rng)
-    return found and _put(label, found, f"^{{{int(found[1] or found[2]) + rng.choice((-1, 1, 2))}}}")
-
-
-def _exponent_dropped(label: str, rng: random.Random) -> str | None:
-    found = _place(r"\^(?:\{[^{}\\]+\}|[0-9a-z])", label, rng)
-    return found and _put(label, found, "")
-
-
-def _exponent_more(label: str, rng: random.Random) -> str | None:
-    found = _place(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z^_'(])", label, rng)
-    return found and _put(label, found, f"{found[0]}^2")
-
-
-def _name(label: str, rng: random.Random) -> str | None:
-    found = _place(NAME, label, rng)
-    others = [letter for letter in "abcdkmnpqrstuvwxyzABKMNPR" if letter.lower() not in label.lower()]
-    return found and _put(label, found, rng.choice(others))
-
-
 def _name_everywhere(label: str, rng: random.Random) -> str | None:
     found = _place(NAME, label, rng)
-    others = [letter for letter in "abcdkmnpqrstuvwxyzABKMNPR" if letter.lower() not in label.lower()]
-    return found and re.sub(rf"(?<![a-zA-Z\\]){found[0]}(?![a-zA-Z])", rng.choice(others), label)
-
-
-def _case(label: str, rng: random.Random) -> str | None:
-    found = _place(NAME, label, rng)
-    return found and _put(label, found, found[0].swapcase())
-
-
-def _greek(label: str, rng: random.Random) -> str | None:
-    found = _place(r"\\(?:pi|theta|alpha|beta|omega|lambda|phi|sigma|gamma|rho)(?![a-zA-Z])", label, rng)
-    return found and _put(label, found, r"\tau " if rng.random() < 0.5 else "3 ")
-
-
-def _command_dropped(label: str, rng: random.Random) -> str | None:
-    found = _place(r"\\(?:sqrt|sin|cos|tan|ln|log|pi|theta|infty|omega|hbar)(?![a-zA-Z])", label, rng)
-    return found and _put(label, found, " ")
-
-
-def _command_other(label: str, rng: random.Random) -> str | None:
-    others = {r"\sin": r"\cos", r"\cos": r"\sin", r"\ln": r"\sin", r"\log": r"\cos", r"\sqrt": r"\sqrt[3]"}
-    others |= {r"\tan": r"\cot", r"\frac": r"\binom", r"\lfloor": r"\lceil", r"\cup": r"\cap", r"\exp": r"\sin"}
-    found = _place(r"\\(?:sin|cos|ln|log|sqrt(?!\[)|tan|frac|lfloor|cup|exp)(?![a-zA-Z])", label, rng)
-    return found and _put(label, found, others[found[0]])
-
-
-def _fraction_turned(label: str, rng: random.Random) -> str | None:
-    found = _place(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", label, rng)
-    return found and _put(label, found, rf"\frac{{{found[2]}}}{{{found[1]}}}")
-
-
-def _fraction_halved(label: str, rng: random.Random) -> str | None:
-    found = _place(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}", label, rng)
-    return found and _put(label, found, f"{{{found[rng.choice((1, 2))]}}}")
+    everywhere = found and rf"(?<![a-zA-Z\\]){found[0]}(?![a-zA-Z])"
+    return everywhere and re.sub(everywhere, rng.choice(_unused_letters(label)), label)
 
 
 def pieces(label: str, separator: str) -> list[str]:
@@ -212,20 +141,6 @@ def _member_dropped(label: str, rng: random.Random) -> str | None:
     return re.sub(r"^\s*(?:,|;|and|or)", "", "".join(parts))
 
 
-def _member_more(label: str, rng: random.Random) -> str | None:
-    return label + rng.choice((", 17", r" \text{ or } 18", r" \text{ and } y = 3", ", x = 5", "; -4", r", \frac{1}{7}"))
-
-
-def _inner_dropped(label: str, rng: random.Random) -> str | None:
-    found = _place(r"(?<=[(\[{,])[^()\[\]{},]+,", label, rng)
-    return found and _put(label, found, "")
-
-
-def _order_turned(label: str, rng: random.Random) -> str | None:
-    found = _place(r"(?<=[(\[])([^()\[\]{},]+),([^()\[\]{},]+)(?=[)\]])", label, rng)
-    return found and _put(label, found, f"{found[2]},{found[1]}")
-
-
 def _bracket(label: str, rng: random.Random) -> str | None:
     found = _place(r"(?<![{\\])[\[\]]|[()](?=[^()]*,)|(?<=,)(?:[^()\[\],]*)\)", label, rng)
     if found is None or label.count(",") > 1:
@@ -246,19 +161,6 @@ def _a_bracket_dropped(label: str, rng: random.Random) -> str | None:
     return found and _put(label, found, "")
 
 
-def _relation(label: str, rng: random.Random) -> str | None:
-    found = _place(r"\\(?:leq?|geq?|ne|in|cup)(?![a-zA-Z])|[<>=]", label, rng)
-    others = {
-        "=": (r"\ne ", "<"),
-        "<": (">", r"\le "),
-        ">": ("<", r"\ge "),
-        r"\in": (r"\notin ",),
-        r"\cup": (r"\cap ",),
-    }
-    others |= {r"\le": ("<", r"\ge "), r"\leq": ("<", r"\ge "), r"\ge": (">", r"\le "), r"\geq": (">", r"\le ")}
-    return found and _put(label, found, rng.choice(others.get(found[0], ("=",))))
-
-
 def _equation(label: str, rng: random.Random) -> str | None:
     """Another truth, another equation, or only what stands on one side of it."""
     sides = pieces(label, "=")
@@ -274,11 +176,6 @@ def _equation(label: str, rng: random.Random) -> str | None:
     )  # fmt: skip
 
 
-def _prime(label: str, rng: random.Random) -> str | None:
-    found = _place(r"'+|\^\{?\\prime\s*\}?", label, rng)
-    return found and _put(label, found, rng.choice(("", found[0] + "'")))
-
-
 def _letters_of_a_word(label: str, rng: random.Random) -> str | None:
     found = _place(r"(?<=[a-zA-Z{ ])[a-rt-z](?=[a-zA-Z]*\}|[a-z]+$)", label, rng)
     within = r"\\(?:text|mbox|mathrm|textbf|mathbf)\{[^{}]*$"
@@ -287,71 +184,80 @@ def _letters_of_a_word(label: str, rng: random.Random) -> str | None:
     return _put(label, found, rng.choice([c for c in "abdefgijklnpqrtuvwxyz" if c != found[0]]))
 
 
-def _base_other(label: str, rng: random.Random) -> str | None:
-    found = _place(r"(?<=[0-9])_\{?([0-9]+)\}?", label, rng)
-    return found and _put(label, found, f"_{{{int(found[1]) + 1}}}")
-
-
-def _base_more(label: str, rng: random.Random) -> str | None:
-    return label + rng.choice(("_2", "_{7}", "₈")) if re.fullmatch("[1-9][0-9]+", label) else None
-
-
-def _word_more(label: str, rng: random.Random) -> str | None:
-    more = (" dozen", " squared", " hundredths", " factorial", " halves", r"\text{ million}", r"\%\%", " or more", " i")
-    return label + rng.choice(more) if re.fullmatch(r"-?[1-9][0-9]*", label) else None
-
-
-def _product(label: str, rng: random.Random) -> str | None:
-    """A mixed number with its parts apart."""
-    found = _place(r"(?<![0-9.^_{])([1-9][0-9]*)\s*(\\d?frac\s*\{?[0-9]+\}?\s*\{?[0-9]+\}?)", label, rng)
-    return found and _put(label, found, rf"{found[1]} \cdot {found[2]}")
-
-
 def _neighbour(label: str, rng: random.Random) -> str | None:
     """A small whole number, as policies guess them."""
     number = str(rng.randint(-2, 12))
     return None if re.search(rf"(?<![0-9.]){number}(?![0-9.])", label) else number
 
 
+COMMANDS = {
+    r"\sin": r"\cos", r"\cos": r"\sin", r"\ln": r"\sin", r"\log": r"\cos", r"\sqrt": r"\sqrt[3]", r"\tan": r"\cot",
+    r"\frac": r"\binom", r"\lfloor": r"\lceil", r"\cup": r"\cap", r"\exp": r"\sin",
+}  # fmt: skip
+RELATIONS = {
+    "=": (r"\ne ", "<"), "<": (">", r"\le "), ">": ("<", r"\ge "), r"\in": (r"\notin ",), r"\cup": (r"\cap ",),
+    r"\le": ("<", r"\ge "), r"\leq": ("<", r"\ge "), r"\ge": (">", r"\le "), r"\geq": (">", r"\le "),
+}  # fmt: skip
+"""Others in the place of a command, and of a relation."""
+MEMBERS = (", 17", r" \text{ or } 18", r" \text{ and } y = 3", ", x = 5", "; -4", r", \frac{1}{7}")
+WORDS = (" dozen", " squared", " hundredths", " factorial", " halves", r"\text{ million}", r"\%\%", " or more", " i")
+GREEK = r"\\(?:pi|theta|alpha|beta|omega|lambda|phi|sigma|gamma|rho)(?![a-zA-Z])"
+FRACTION = r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}"
+A_SIGN_FITS = (
+    r"(?:(?<=^)|(?<=[\[,=])|(?<=\()(?<!cos\()(?<!cos \())\s*(?=[0-9a-zA-Z\\])"
+    r"(?!0(?![.0-9])|\\(?:text|mbox|begin|left|right|[{}%,]))"
+)
+MIXED_NUMBER = r"(?<![0-9.^_{])([1-9][0-9]*)\s*(\\d?frac\s*\{?[0-9]+\}?\s*\{?[0-9]+\}?)"
+
 CHANGES: dict[str, Change] = {
-    "digit": _digit,
+    "digit": one("[0-9]", lambda found, rng: rng.choice([d for d in "0123456789" if d != found[0]])),
     "digit dropped": _digit_dropped,
-    "digit more": _digit_more,
-    "digits turned": _digits_turned,
-    "point dropped": _point,
-    "sign": _sign,
-    "sign dropped": _sign_dropped,
-    "sign more": _sign_more,
-    "exponent": _exponent,
-    "exponent dropped": _exponent_dropped,
-    "exponent more": _exponent_more,
-    "name": _name,
+    "digit more": one(r"(?<![.0-9])[1-9](?![0-9]*\.)", lambda found, rng: found[0] + rng.choice("0123456789")),
+    "digits turned": one(r"([0-9])(?!\1)([0-9])", lambda found, rng: found[2] + found[1]),
+    "point dropped": one(r"(?<=[0-9])\.(?=[0-9])", ""),
+    "sign": one("[+-]", lambda found, rng: "-" if found[0] == "+" else "+"),
+    "sign dropped": one(r"(?:(?<=^)|(?<=[({\[,=]))\s*-", ""),
+    "sign more": one(A_SIGN_FITS, lambda found, rng: found[0] + "-"),
+    "exponent": one(
+        r"\^(?:\{(-?[0-9]+)\}|([0-9]))",
+        lambda found, rng: f"^{{{int(found[1] or found[2]) + rng.choice((-1, 1, 2))}}}",
+    ),
+    "exponent dropped": one(r"\^(?:\{[^{}\\]+\}|[0-9a-z])", ""),
+    "exponent more": one(r"(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z^_'(])", lambda found, rng: f"{found[0]}^2"),
+    "name": one(NAME, lambda found, rng: rng.choice(_unused_letters(found.string))),
     "name everywhere": _name_everywhere,
-    "capital": _case,
-    "Greek letter": _greek,
-    "command dropped": _command_dropped,
-    "other command": _command_other,
-    "fraction turned": _fraction_turned,
-    "half a fraction": _fraction_halved,
+    "capital": one(NAME, lambda found, rng: found[0].swapcase()),
+    "Greek letter": one(GREEK, lambda found, rng: r"\tau " if rng.random() < 0.5 else "3 "),
+    "command dropped": one(r"\\(?:sqrt|sin|cos|tan|ln|log|pi|theta|infty|omega|hbar)(?![a-zA-Z])", " "),
+    "other command": one(
+        r"\\(?:sin|cos|ln|log|sqrt(?!\[)|tan|frac|lfloor|cup|exp)(?![a-zA-Z])", lambda found, rng: COMMANDS[found[0]]
+    ),
+    "fraction turned": one(FRACTION, lambda found, rng: rf"\frac{{{found[2]}}}{{{found[1]}}}"),
+    "half a fraction": one(FRACTION, lambda found, rng: f"{{{found[rng.choice((1, 2))]}}}"),
     "term dropped": _term_dropped,
     "one term": _only_a_term,
     "term more": _term_more,
     "factor more": _factor_more,
     "member dropped": _member_dropped,
-    "member more": _member_more,
-    "inner member dropped": _inner_dropped,
-    "order turned": _order_turned,
+    "member more": longer("", MEMBERS),
+    "inner member dropped": one(r"(?<=[(\[{,])[^()\[\]{},]+,", ""),
+    "order turned": one(
+        r"(?<=[(\[])([^()\[\]{},]+),([^()\[\]{},]+)(?=[)\]])", lambda found, rng: f"{found[2]},{found[1]}"
+    ),
     "bracket turned": _bracket,
     "brackets dropped": _brackets_dropped,
     "bracket dropped": _a_bracket_dropped,
-    "relation": _relation,
+    "relation": one(
+        r"\\(?:leq?|geq?|ne|in|cup)(?![a-zA-Z])|[<>=]",
+        lambda found, rng: rng.choice(RELATIONS.get(found[0], ("=",))),
+    ),
     "equation": _equation,
-    "prime": _prime,
+    "prime": one(r"'+|\^\{?\\prime\s*\}?", lambda found, rng: rng.choice(("", found[0] + "'"))),
     "letter of a word": _letters_of_a_word,
-    "other base": _base_other,
-    "base more": _base_more,
-    "word more": _word_more,
-    "mixed number": _product,
+    "other base": one(r"(?<=[0-9])_\{?([0-9]+)\}?", lambda found, rng: f"_{{{int(found[1]) + 1}}}"),
+    "base more": longer("^[1-9][0-9]+$", ("_2", "_{7}", "₈")),
+    "word more": longer("^-?[1-9][0-9]*$", WORDS),
+    "mixed number": one(MIXED_NUMBER, lambda found, rng: rf"{found[1]} \cdot {found[2]}"),
     "guess": _neighbour,
 }
-"""By name, in the order in which they are tried."""
+"""By name, in the order in which they are tried. A mixed number is changed into a product of its parts."""

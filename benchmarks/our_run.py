@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import be_the_only_rank
 from step_watch import StepWatch
 
 from megatron_dppo.launch.rank import quieten
@@ -40,14 +39,11 @@ class InTurn(Trainer):
 def figures(run: Path) -> dict[str, object]:
     """What the run's log says of its steps."""
     rows = [row for row in read_metrics(run) if row["step"] > 0]
-    phases = sorted({name for row in rows for name in row if name.startswith("perf/") and name.endswith("_time")})
-    phases.remove("perf/step_time")  # it holds the wait for the step's turn
     return {
         "padding": 1.0 - sum(row["pack/fill"] for row in rows) / len(rows),
         "trained_tokens": sum(row.get("train/tokens", 0.0) for row in rows) / len(rows),
         "reward": [row["rollout/raw_reward"] for row in rows],
         "response_length": [row["rollout/response_len/mean"] for row in rows],
-        "phases": {name: sorted(row.get(name, 0.0) for row in rows)[len(rows) // 2] for name in phases},
     }
 
 
@@ -55,11 +51,7 @@ def main(arguments: list[str]) -> None:
     watch = StepWatch()
     torch.set_num_threads(1)
     quieten()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    be_the_only_rank()
     config = load_config(None, arguments)
     preflight(config, "train")
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)

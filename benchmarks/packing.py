@@ -19,8 +19,6 @@ packs to each. The slots of a pack are the tokens of the fullest one, but for ff
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from statistics import median
 
 import numpy as np
+from harness import arguments, finish
 
 from megatron_dppo.api import step_metadata
 from megatron_dppo.config import Config
@@ -39,7 +38,6 @@ from megatron_dppo.rl.types import Floats, Ints
 
 SHORTEST, LONGEST, MAX_TOKENS = 64, 8192, 16384
 GROUP, GROUPS_PER_RANK = 8, 16
-MANY, MANY_RANKS = 100_000, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,65 +161,35 @@ def summary(cases: Sequence[Packed]) -> dict[str, float]:
     }
 
 
-def show(name: str, figures: dict[str, float]) -> None:
-    print(
-        f"  {name:<10} fill {figures['fill']:6.1%} (worst {figures['fill_worst']:6.1%})   imbalance "
-        f"{figures['imbalance']:.4f} (worst {figures['imbalance_worst']:.4f})   {1e3 * figures['seconds']:8.2f} ms"
-        + (f"   packs up to {figures['overflow_worst']:.2f} of the limit" if figures["overflow_worst"] > 1 else "")
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
-    options = parser.parse_args()
-
+    options = arguments(__doc__, ranks=[2, 8, 32], seeds=10).parse_args()
     everything: dict[str, list[Packed]] = defaultdict(list)
     details: dict[str, dict[str, dict[str, float]]] = {}
-    fewest = MANY
     for ranks in options.ranks:
         stages: dict[str, dict[str, list[Packed]]] = {stage: defaultdict(list) for stage in ("whole", "pruned")}
         for seed in range(options.seeds):
             for stage, lengths in step_lengths(ranks, seed).items():
-                fewest = min(fewest, len(lengths) // ranks)
                 for packer, result in compared(lengths, ranks).items():
                     stages[stage][packer].append(result)
                     everything[packer].append(result)
         for stage, packers in stages.items():
-            details[f"{ranks}_ranks_{stage}"] = figures = {name: summary(cases) for name, cases in packers.items()}
-            if not options.json:
-                print(f"{ranks} ranks, {stage}")
-                for name in figures:
-                    show(name, figures[name])
+            details[f"{ranks}_ranks_{stage}"] = {name: summary(cases) for name, cases in packers.items()}
 
-    many = np.clip(np.random.default_rng(0).lognormal(6.6, 1.0, MANY), SHORTEST, LONGEST).astype(np.int64)
-    planned = [ours(many, MANY_RANKS)[0] for _ in range(3)]
-    start = time.process_time()
-    textbook = measured(first_fit_decreasing(many, MAX_TOKENS), many, MANY_RANKS, start)
     total = {packer: summary(cases) for packer, cases in everything.items()}
+    worst = {
+        packer: min(ours.fill / other.fill for ours, other in zip(everything["ours"], cases, strict=True))
+        for packer, cases in everything.items()
+    }
     result = {
         **total["ours"],
-        "fill_over_ffd_worst": min(a.fill / b.fill for a, b in zip(everything["ours"], everything["ffd"], strict=True)),
-        "fill_over_ffd_tight_worst": min(
-            a.fill / b.fill for a, b in zip(everything["ours"], everything["ffd_tight"], strict=True)
-        ),
-        "fewest_sequences_per_rank": fewest,
-        "seconds_for_100000": median(case.seconds for case in planned),
-        "fill_of_100000": planned[0].fill,
-        "imbalance_of_100000": planned[0].imbalance,
-        "ffd_seconds_for_100000": textbook.seconds,
+        "fill_over_ffd_worst": worst["ffd"],
+        "fill_over_ffd_tight_worst": worst["ffd_tight"],
+        "kk_seconds_over_ours": total["kk"]["seconds"] / total["ours"]["seconds"],
         "max_tokens": MAX_TOKENS,
         "packers": total,
         "cases": details,
     }
-    if not options.json:
-        print(
-            f"{MANY:,} sequences for {MANY_RANKS} ranks: {result['seconds_for_100000']:.2f} s (first-fit decreasing "
-            f"{textbook.seconds:.2f} s), fill {planned[0].fill:.1%}, imbalance {planned[0].imbalance:.4f}"
-        )
-    print(json.dumps(result))
+    finish(result, options)
 
 
 if __name__ == "__main__":

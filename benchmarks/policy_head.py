@@ -16,27 +16,22 @@ median of several runs after a first one, which compiles. Without a GPU ``--cuda
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import multiprocessing
 import os
 import statistics
 import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from unittest import mock
 
 import psutil
 import torch
+from harness import MIB, PeakMemory, arguments, finish, in_own_process, timed
 
 from megatron_dppo.config import HEAD_CHUNK_MIB
 from megatron_dppo.models import policy_head, policy_head_torch
 from megatron_dppo.models.policy_head import score_responses
 
-MIB = 1 << 20
 NAIVE_COPIES = 3.2
 """Tensors of [tokens, vocabulary] in fp32 that the naive way may hold at a time, with room to spare."""
 TEMPERATURE = 0.7
@@ -62,39 +57,18 @@ class Measurement:
     """Forward and backward."""
 
 
-class PeakResident:
-    """The most resident memory of this process within the ``with`` block, sampled every two milliseconds, in bytes."""
-
-    def __enter__(self) -> PeakResident:
-        self._process = psutil.Process()
-        self.before = self.peak = self._process.memory_info().rss
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.peak = max(self.peak, self._process.memory_info().rss)
-
-    def __exit__(self, *_: object) -> None:
-        self.peak = max(self.peak, self._process.memory_info().rss)
-        self._stop.set()
-        self._thread.join()
-
-
 class PeakAllocated:
-    """The most memory that tensors on the GPU had within the ``with`` block, in bytes."""
+    """How far the memory of tensors on the GPU grew within the ``with`` block, in bytes."""
 
     def __enter__(self) -> PeakAllocated:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        self.before = self.peak = torch.cuda.memory_allocated()
+        self._before = torch.cuda.memory_allocated()
         return self
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.synchronize()
-        self.peak = torch.cuda.max_memory_allocated()
+        self.grown = torch.cuda.max_memory_allocated() - self._before
 
 
 def naive(sizes: Sizes) -> Head:
@@ -126,8 +100,8 @@ def with_operators(sizes: Sizes) -> Head:
     return chunked(sizes)
 
 
-def measure(make_head: Callable[[Sizes], Head], sizes: Sizes, results: multiprocessing.Queue[Measurement]) -> None:
-    """Run one way in this process and report it."""
+def measure(make_head: Callable[[Sizes], Head], sizes: Sizes) -> Measurement:
+    """Run one way in this process."""
     torch.manual_seed(0)
     head = make_head(sizes)
     kind = {"device": "cuda", "dtype": torch.bfloat16} if sizes.cuda else {}
@@ -140,36 +114,26 @@ def measure(make_head: Callable[[Sizes], Head], sizes: Sizes, results: multiproc
     targets = torch.randint(0, sizes.vocabulary, (sizes.tokens,), device=hidden.device)
     advantage = torch.randn(sizes.tokens, device=hidden.device)
 
-    def run() -> float:
-        hidden.grad = weight.grad = None
-        start = time.perf_counter()
+    def passes() -> None:
         loss = -(head(hidden, weight, targets) * advantage).sum()
         loss.backward()
         if sizes.cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+
+    def run() -> float:
+        hidden.grad = weight.grad = None
+        return timed(passes)[0]
 
     if sizes.cuda:
         run()
         hidden.grad = weight.grad = None
     gc.collect()
-    with PeakAllocated() if sizes.cuda else PeakResident() as memory:
+    with PeakAllocated() if sizes.cuda else PeakMemory("VmRSS") as memory:
         seconds = run()
     if sizes.cuda:
         seconds = statistics.median(run() for _ in range(REPEATS))
     gradient = weight.grad.numel() * weight.grad.element_size()
-    results.put(Measurement((memory.peak - memory.before - gradient) / MIB, seconds))
-
-
-def in_own_process(make_head: Callable[[Sizes], Head], sizes: Sizes) -> Measurement:
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=measure, args=(make_head, sizes, results))
-    process.start()
-    process.join()
-    if process.exitcode != 0:
-        raise SystemExit(f"{make_head.__name__}: the process ended with exit code {process.exitcode}")
-    return results.get(timeout=10)
+    return Measurement((memory.grown - gradient) / MIB, seconds)
 
 
 def fit(sizes: Sizes) -> Sizes:
@@ -180,43 +144,35 @@ def fit(sizes: Sizes) -> Sizes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocabulary", type=int, default=151936)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--chunk-mib", type=int, help="as model.head_chunk_mib")
-    parser.add_argument(
-        "--cuda", action="store_true", help="on a GPU, with Triton's kernels and with torch's operators"
-    )
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
-    arguments = parser.parse_args()
-    if arguments.cuda and not torch.cuda.is_available():
+    options = arguments(
+        __doc__,
+        tokens=8192,
+        vocabulary=151936,
+        hidden=1024,
+        chunk_mib=(int, "as model.head_chunk_mib"),
+        cuda=(False, "on a GPU, with Triton's kernels and with torch's operators"),
+    ).parse_args()
+    if options.cuda and not torch.cuda.is_available():
         print("policy_head.py --cuda needs CUDA, and torch sees none", file=sys.stderr)
         raise SystemExit(2)
-    device = "cuda" if arguments.cuda else "cpu"
-    chunk_mib = arguments.chunk_mib or HEAD_CHUNK_MIB[device]
-    asked = Sizes(arguments.tokens, arguments.vocabulary, arguments.hidden, chunk_mib, arguments.cuda)
+    chunk_mib = options.chunk_mib or HEAD_CHUNK_MIB["cuda" if options.cuda else "cpu"]
+    asked = Sizes(options.tokens, options.vocabulary, options.hidden, chunk_mib, options.cuda)
     sizes = fit(asked)
     ways: dict[str, Callable[[Sizes], Head]] = {"": chunked, "naive_": naive}
-    if arguments.cuda:
+    if options.cuda:
         ways["operators_"] = with_operators
-    found = {name: in_own_process(way, sizes) for name, way in ways.items()}
+    found = {name: in_own_process(measure, way, sizes) for name, way in ways.items()}
     report = {
         **asdict(sizes),
         "tokens_asked": asked.tokens,
-        "device": torch.cuda.get_device_name() if arguments.cuda else "cpu",
+        "device": torch.cuda.get_device_name() if options.cuda else "cpu",
         "threads": int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())),
         "peak_over_naive": round(found[""].peak_mib / found["naive_"].peak_mib, 4),
+        "seconds_over_naive": round(found[""].seconds / found["naive_"].seconds, 4),
     }
     for name, one in found.items():
         report |= {f"{name}peak_mib": round(one.peak_mib, 1), f"{name}seconds": round(one.seconds, 4)}
-    if not arguments.json:
-        if sizes != asked:
-            print(f"{sizes.tokens} tokens instead of {asked.tokens}: the naive way has no room for more")
-        for name, title in {"": "policy head", "operators_": "in torch", "naive_": "whole logits"}.items():
-            if name in found:
-                print(f"{title:12} {found[name].peak_mib:9.0f} MiB  {found[name].seconds:9.3f} s")
-    print(json.dumps(report))
+    finish(report, options)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,21 @@
 
 The task is the quickstart's ``sums``, whose policy ``scripts/quickstart.sh`` warms up, or ``word_problems``, which
 ``word_problems.py`` makes in ``runs/word_problems`` at the first call. All arms start from one warmed-up policy and
-differ in ``pruning.*`` alone; seed by seed they run in turn, so that a noisy machine treats them alike. Seconds are
-those of the steps: evaluations, checkpoints, start-up are left out. Where an accuracy lies between two evaluations, the
-time to it is interpolated. Final accuracies are compared after as many steps, or, with ``--pruned-steps``, after as
-many as pruning makes affordable: ``run_time_ratio`` is what the whole runs took, unpruned over pruned. Intervals are of
-the geometric mean of the paired ratios over seeds (Student's t).
+differ in ``pruning.*``, some also in prompts per step or, as their names say, in the learning rate. Seed by seed they
+run in turn, so that a noisy machine treats them alike. Seconds are those of the steps: evaluations, checkpoints,
+start-up are left out. Where an accuracy lies between two evaluations, the time to it is interpolated. Final accuracies
+are compared after as many steps, or, with ``--pruned-steps``, after as many as pruning makes affordable:
+``run_time_ratio`` is that of the whole runs, unpruned over pruned. Intervals are of the geometric mean of the paired
+ratios over seeds (Student's t).
 
     python benchmarks/pruning_speedup.py [--task word_problems] [--seeds 3] [--arms neyman top_k] [--json]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import arguments, finish, mean_and_reach, package_command, paired_ratio
 from word_problems import prepared
 
 from megatron_dppo.observe.metrics import read_metrics
@@ -38,37 +36,23 @@ def arm(prompts: str, completions: str, *more: str) -> tuple[str, ...]:
 
 
 BASELINE = "unpruned"
-FEW = ("pruning.prompts.keep=0.4", "pruning.completions.keep=0.3", "pruning.max_weight=10")
+TOKENS = "pruning.completions.keep=0.3"
+HALF = ("pruning.prompts.keep=0.5", TOKENS)
+FEW = ("pruning.prompts.keep=0.4", TOKENS, "pruning.max_weight=10")
+FEWER = ("pruning.prompts.keep=0.3", "pruning.prompts.floor=0.15", TOKENS, "pruning.max_weight=10")
 RECORDS = ("pruning.prompts.predictor=record",)
 """Prompts are predicted by their own visits, and not by their text."""
 ARMS: dict[str, tuple[str, ...]] = {
     BASELINE: arm("none", "none"),
     "neyman": (),
-    "neyman, 0.3 of the tokens": ("pruning.completions.keep=0.3",),
-    "neyman, completions alone, 0.3": arm("none", "neyman", "pruning.completions.keep=0.3"),
-    "neyman, half the prompts, 0.3": ("pruning.prompts.keep=0.5", "pruning.completions.keep=0.3"),
-    "neyman, half the prompts, 0.3, weights to 10": (
-        "pruning.prompts.keep=0.5",
-        "pruning.completions.keep=0.3",
-        "pruning.max_weight=10",
-    ),
+    "neyman, 0.3 of the tokens": (TOKENS,),
+    "neyman, completions alone, 0.3": arm("none", "neyman", TOKENS),
+    "neyman, half the prompts, 0.3": HALF,
+    "neyman, half the prompts, 0.3, weights to 10": (*HALF, "pruning.max_weight=10"),
     "neyman, 0.4 of the prompts, 0.3, weights to 10": FEW,
-    "neyman, 0.3 of the prompts, 0.3, weights to 10": (
-        "pruning.prompts.keep=0.3",
-        "pruning.prompts.floor=0.15",
-        "pruning.completions.keep=0.3",
-        "pruning.max_weight=10",
-    ),
+    "neyman, 0.3 of the prompts, 0.3, weights to 10": FEWER,
     "neyman, records alone": RECORDS,
-    "neyman, half the prompts, 0.3, records alone": (
-        "pruning.prompts.keep=0.5",
-        "pruning.completions.keep=0.3",
-        *RECORDS,
-    ),
     "neyman, 0.4 of the prompts, 0.3, weights to 10, records alone": (*FEW, *RECORDS),
-    "neyman, completions alone, 0.3, unequal groups": arm(
-        "none", "neyman", "pruning.completions.keep=0.3", "rollout.allocation.rule=neyman"
-    ),
     "neyman, completions refilled": arm("none", "neyman", "pruning.refill=prompts"),
     "threshold (the paper)": arm("threshold", "threshold"),
     "threshold_deterministic": arm("none", "threshold_deterministic"),
@@ -76,22 +60,22 @@ ARMS: dict[str, tuple[str, ...]] = {
     "top_k, kept normaliser (CPPO)": arm("none", "top_k", "pruning.completions.normaliser=kept"),
     "greso": arm("greso", "none"),
     "dynamic_sampling": arm("dynamic_sampling", "none"),
+    "unpruned, 32 prompts, 1.5e-4": arm("none", "none", "rollout.prompts_per_step=32", "optimizer.lr=1.5e-4"),
+    "unpruned, 20 prompts, 1.5e-4": arm("none", "none", "rollout.prompts_per_step=20", "optimizer.lr=1.5e-4"),
+    "neyman, 2.25e-4": ("optimizer.lr=2.25e-4",),
+    "neyman, 0.3 of the prompts, 0.3, weights to 10, 1.5e-4": (*FEWER, "optimizer.lr=1.5e-4"),
 }
+BY_DEFAULT = [name for name in ARMS if "e-4" not in name]
+RATIOS = {
+    "run_time_ratio": "seconds",
+    "step_time_ratio": "seconds_per_step",
+    "time_to_accuracy_ratio": "seconds_to_accuracy",
+    "steps_to_accuracy_ratio": "steps_to_accuracy",
+    "generated_tokens_ratio": "generated_tokens_to_accuracy",
+    "backward_tokens_ratio": "backward_tokens_to_accuracy",
+}
+"""Fields of a run by the names of their ratios, unpruned over the arm."""
 SUMS, WORD_PROBLEMS = "sums", "word_problems"
-T_975 = {
-    1: 12.706,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-    10: 2.228,
-    11: 2.201,
-}
-"""Student's t at 97.5%, by degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +114,6 @@ class Run:
     generated_tokens_to_accuracy: float | None
     backward_tokens_to_accuracy: float | None
     final_accuracy: float
-    response_length: float
-    """Mean tokens of a response over the last quarter of the run."""
 
     @property
     def rollout_share(self) -> float:
@@ -140,9 +122,8 @@ class Run:
 
 def trained(words: Sequence[str], folder: Path, *, seed: int) -> list[dict[str, float]]:
     """The rows of metrics of one run of ``words``, a configuration and its overrides; its folder is gone afterwards."""
-    own = [f"run.dir={folder}", f"run.seed={seed}", "run.export=false", "run.checkpoint_every=0"]
-    command = [sys.executable, "-m", "megatron_dppo", "train", *words, *own]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    own = (f"run.dir={folder}", f"run.seed={seed}", "run.export=false", "run.checkpoint_every=0")
+    package_command("train", *words, *own)
     rows = read_metrics(folder)
     shutil.rmtree(folder)
     return rows
@@ -172,7 +153,6 @@ def measure(name: str, seed: int, rows: Sequence[dict[str, float]], accuracy: fl
         generated_tokens_to_accuracy=to_accuracy("rollout/generated_tokens"),
         backward_tokens_to_accuracy=to_accuracy("train/tokens"),
         final_accuracy=steps[-1]["eval/accuracy"],
-        response_length=statistics.fmean(row["rollout/response_len/mean"] for row in steps[-len(steps) // 4 :]),
     )
 
 
@@ -185,27 +165,15 @@ def crossing(rows: Sequence[dict[str, float]], accuracy: float) -> float | None:
     return None
 
 
-def ratio(runs: Sequence[Run], name: str, figure: str, *, baseline: str = BASELINE) -> dict[str, Any] | None:
-    """Baseline over arm, by seed: geometric mean, 95% interval, and how many seeds have the figure in both arms."""
+def ratio(runs: Sequence[Run], name: str, figure: str) -> dict[str, Any] | None:
+    """Unpruned over the arm, paired by seed, and how many seeds have the figure in both arms; None if none has it."""
     values = {(run.arm, run.seed): getattr(run, figure) for run in runs}
     seeds = sorted({run.seed for run in runs})
-    logs = [
-        math.log(values[baseline, seed] / values[name, seed])
-        for seed in seeds
-        if values.get((baseline, seed)) and values.get((name, seed))
-    ]
-    if not logs:
+    have = [seed for seed in seeds if values.get((BASELINE, seed)) and values.get((name, seed))]
+    if not have:
         return None
-    mean, reach = mean_and_reach(logs)
-    interval = [math.exp(mean - reach), math.exp(mean + reach)] if len(logs) > 1 else None
-    return {"ratio": math.exp(mean), "interval": interval, "seeds": len(logs), "of": len(seeds)}
-
-
-def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and how far its 95% interval reaches (Student's t)."""
-    free = len(values) - 1
-    spread = statistics.stdev(values) / math.sqrt(len(values)) if free else math.inf
-    return statistics.fmean(values), T_975.get(free, 2.0) * spread
+    found = paired_ratio(*([values[arm, seed] for seed in have] for arm in (BASELINE, name)))
+    return {"ratio": found["ratio"], "interval": found["interval"], "seeds": len(have), "of": len(seeds)}
 
 
 def accuracy_difference(runs: Sequence[Run], name: str) -> dict[str, Any]:
@@ -221,64 +189,37 @@ def compare(runs: Sequence[Run], accuracy: float) -> dict[str, Any]:
     for name in arms:
         own = [run for run in runs if run.arm == name]
         table[name] = {
-            "run_time_ratio": ratio(runs, name, "seconds"),
-            "step_time_ratio": ratio(runs, name, "seconds_per_step"),
-            "time_to_accuracy_ratio": ratio(runs, name, "seconds_to_accuracy"),
-            "steps_to_accuracy_ratio": ratio(runs, name, "steps_to_accuracy"),
-            "generated_tokens_ratio": ratio(runs, name, "generated_tokens_to_accuracy"),
-            "backward_tokens_ratio": ratio(runs, name, "backward_tokens_to_accuracy"),
+            **{title: ratio(runs, name, figure) for title, figure in RATIOS.items()},
             "final_accuracy": statistics.fmean(run.final_accuracy for run in own),
             "final_accuracy_difference": accuracy_difference(runs, name),
-            "response_length": statistics.fmean(run.response_length for run in own),
             "rollout_share": statistics.fmean(run.rollout_share for run in own),
             "phases": {phase: statistics.fmean(run.phases.get(phase, 0.0) for run in own) for phase in own[0].phases},
         }
-    reached = {name: row["time_to_accuracy_ratio"] for name, row in table.items() if name != BASELINE}
-    full = {name: found["ratio"] for name, found in reached.items() if found and found["seeds"] == found["of"]}
-    best = max(full, key=lambda name: full[name], default=None)
+    default = table.get("neyman", {}).get("time_to_accuracy_ratio")
     return {
         "accuracy": accuracy,
         "rollout_share": table[BASELINE]["rollout_share"],
-        "time_to_accuracy_ratio": full.get("neyman"),
-        "best": best,
-        "best_time_to_accuracy_ratio": best and reached[best],
-        "best_final_accuracy_difference": best and table[best]["final_accuracy_difference"],
+        "time_to_accuracy_ratio": default and default["ratio"],
         "arms": table,
         "runs": [asdict(run) for run in runs],
     }
 
 
-def print_table(report: dict[str, Any]) -> None:
-    def cell(found: dict[str, Any] | None) -> str:
-        if found is None:
-            return f"{'-':>26}"
-        low, high = found["interval"] or (math.nan, math.nan)
-        note = "" if found["seeds"] == found["of"] else f" {found['seeds']}/{found['of']}"
-        value = found["ratio"]
-        return f"{f'{value:.2f} [{low:.2f}, {high:.2f}]{note}':>26}"
-
-    columns = ("step_time_ratio", "time_to_accuracy_ratio", "generated_tokens_ratio", "backward_tokens_ratio")
-    titles = "".join(f"{title:>26}" for title in ("step time", "time to accuracy", "generated", "backward"))
-    print(f"{'unpruned over':<44}{titles}  final  length")
-    for name, row in report["arms"].items():
-        cells = "".join(cell(row[column]) for column in columns)
-        print(f"{name:<44}{cells}  {row['final_accuracy']:.3f}  {row['response_length']:.1f}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(
+        __doc__,
+        config=Path("configs/quickstart.yaml"),
+        policy=(Path, "all arms start from it; by default the task's own"),
+        seeds=3,
+        first_seed=1,
+        steps=60,
+        pruned_steps=(int, "of all arms but the unpruned one; by default as many"),
+        eval_every=4,
+        accuracy=(float, "held-out accuracy to be reached; by default the task's"),
+        jobs=(1, "runs at a time, where cores suffice for their ranks"),
+    )
     parser.add_argument("--task", choices=(SUMS, WORD_PROBLEMS), default=SUMS)
-    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
-    parser.add_argument("--policy", type=Path, help="all arms start from it; by default the task's own")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--pruned-steps", type=int, help="of all arms but the unpruned one; by default as many")
-    parser.add_argument("--eval-every", type=int, default=4)
-    parser.add_argument("--accuracy", type=float, help="held-out accuracy to be reached; by default the task's")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, where cores suffice for their ranks")
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=BY_DEFAULT, metavar="ARM")
     parser.add_argument("--set", dest="settings", nargs="*", default=[], help="more settings, for all arms")
     options = parser.parse_args()
     task = Task.named(options.task)
@@ -286,11 +227,11 @@ def main() -> None:
     names = [BASELINE, *(name for name in options.arms if name != BASELINE)]
     folder = Path(tempfile.mkdtemp(prefix="pruning-speedup-"))
     words = [str(options.config), *task.settings, f"model.path={options.policy or task.policy}"]
-    words += [f"eval.every={options.eval_every}"]
+    words += [f"eval.every={options.eval_every}", *options.settings]
 
     def run_of(name: str, number: int) -> Run:
         steps = options.steps if name == BASELINE else options.pruned_steps or options.steps
-        settings = [*words, f"run.steps={steps}", *ARMS[name], *options.settings]
+        settings = [*words, f"run.steps={steps}", *ARMS[name]]
         seed = options.first_seed + number
         run = measure(name, seed, trained(settings, folder / f"{names.index(name)}-{number}", seed=seed), accuracy)
         if not options.json:
@@ -304,9 +245,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     report = {"task": options.task, **compare(runs, accuracy)}
-    if not options.json:
-        print_table(report)
-    print(json.dumps(report))
+    finish(report, options)
 
 
 if __name__ == "__main__":

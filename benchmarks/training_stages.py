@@ -17,12 +17,10 @@ from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.objectives import OBJECTIVES
-from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.settings import load_config
 from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
@@ -30,8 +28,6 @@ from megatron_dppo.trainer.learner import PolicyLoss
 
 STAGES = {"early": 0.3, "middle": 0.7, "late": 0.87}
 """Sampled accuracy (the mean over three steps) from which on a stage is measured."""
-VISITS = 2
-"""Earlier visits to each prompt of the window, by the weights that are measured: what prompt rules go by."""
 SETTINGS = (
     "layout.tp=1",
     "run.checkpoint_every=0",
@@ -57,7 +53,6 @@ class Stage:
     unit_gram: Floats
     """[n, n], inner products of the gradients of Σ_t log p_t; 0 for completions of groups of equal rewards, whose
     advantage is 0. On-policy every objective's g_i is A_i times that gradient."""
-    history: PromptHistory
 
     @property
     def unit_norms(self) -> Floats:
@@ -114,11 +109,11 @@ def _train(config: Config, to_close: ExitStack) -> Iterator[Stage]:
 
 
 def _measure(trainer: Trainer, name: str) -> Stage:
-    history = PromptHistory(trainer.config.pruning.prompts.decay)
-    for visit in range(VISITS):
-        earlier = _roll_out(trainer, visit + 1).metadata
-        history.update(earlier.prompt_ids, earlier.rewards, group_advantages(earlier.rewards, normalise=True))
-    rollouts = _roll_out(trainer, 0)
+    """Roll out the first prompts of the pool, and take the gradient of each completion."""
+    count = trainer.config.rollout.prompts_per_step
+    window = Selection(np.arange(count), np.ones(count), window=count)
+    seeds = trainer.config.run.steps + 1  # those of no step of the training
+    rollouts = trainer.roll_out(StepRollouts(window, seeds))
     metadata, actor = rollouts.metadata, trainer.policy.actor
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
     packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)
@@ -130,11 +125,4 @@ def _measure(trainer: Trainer, name: str) -> Stage:
     if len(live):
         products[np.ix_(live, live)] = gram(gradients(actor, [Microbatch(packs[i]) for i in live], loss))
     score_norms = np.array(actor.score_norms(packs), np.float64).reshape(metadata.rewards.shape)
-    return Stage(name, trainer.step, metadata, score_norms, products, history)
-
-
-def _roll_out(trainer: Trainer, visit: int) -> Collected:
-    """The first prompts of the pool, with seeds that no training step has."""
-    count = trainer.config.rollout.prompts_per_step
-    window = Selection(np.arange(count), np.ones(count), window=count)
-    return trainer.roll_out(StepRollouts(window, trainer.config.run.steps + 1 + visit))
+    return Stage(name, trainer.step, metadata, score_norms, products)

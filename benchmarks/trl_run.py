@@ -2,20 +2,24 @@
 
 Settings are those that suit it best on a CPU: fp32, no gradient checkpointing, one rollout per optimizer step and
 therefore no pass for old log-probabilities, no reference model, no dropout, nothing saved, PyTorch's fused AdamW.
+
+The only argument is a JSON object: ``policy`` (Hugging Face directory), ``pool`` (JSONL with prompt and label),
+``steps``, ``prompts`` per step, ``samples`` per prompt, ``max_response_tokens``, ``batch`` (sequences per forward and
+backward pass), ``lr`` and ``settings`` (more of GRPOConfig).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from near_the_sum import compute_score
-from step_watch import StepWatch
+from step_watch import StepWatch, compute_score
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -45,20 +49,10 @@ def reward(prompts: list[str], completions: list[str], label: list[str], **_: An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", type=Path, required=True, help="Hugging Face directory")
-    parser.add_argument("--pool", type=Path, required=True, help="JSONL with prompt and label")
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--prompts", type=int, required=True, help="per step")
-    parser.add_argument("--samples", type=int, required=True, help="per prompt")
-    parser.add_argument("--max-response-tokens", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True, help="sequences per forward and backward pass")
-    parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--settings", type=json.loads, default={}, help="more of GRPOConfig, as JSON")
-    options = parser.parse_args()
+    options = argparse.Namespace(**json.loads(sys.argv[1]))
     watch = StepWatch()
     torch.set_num_threads(1)
-    rows = [json.loads(line) for line in options.pool.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in Path(options.pool).read_text(encoding="utf-8").splitlines()]
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -86,7 +80,7 @@ def main() -> None:
             **options.settings,
         )
         trainer = Counted(
-            model=str(options.policy),
+            model=options.policy,
             reward_funcs=reward,
             args=config,
             train_dataset=Dataset.from_list([{"prompt": row["prompt"], "label": row["label"]} for row in rows]),

@@ -17,14 +17,10 @@ bucket comes on top: ``--vocabulary 151936``.)
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import multiprocessing
 import os
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,18 +31,19 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.distributed as dist
+from harness import MIB, PeakMemory, arguments, finish, in_turn, timed
 from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dppo.bridge.mapping import entries
 from megatron_dppo.bridge.stream import Consumers, weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
-from megatron_dppo.models.policy import PolicyModel, build_policy
+from megatron_dppo.models.policy import build_policy
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.world import World, initialize, shut_down
 
 RANKS = 4
-MIB, GB = 2**20, 1e9
+GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +56,8 @@ class Sizes:
 
     @property
     def layout(self) -> LayoutConfig:
-        return (
-            LayoutConfig(tp=2, pp=2, ep=2, etp=1, sequence_parallel=True) if self.experts else LayoutConfig(tp=2, pp=2)
-        )
-
-
-class PeakMemory:
-    """The most anonymous memory of this process within the ``with`` block, sampled every two milliseconds, in bytes."""
-
-    def __enter__(self) -> PeakMemory:
-        gc.collect()
-        self.before = self.peak = self._held()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _held(self) -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.peak = max(self.peak, self._held())
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        experts = {"ep": 2, "etp": 1, "sequence_parallel": True} if self.experts else {}
+        return LayoutConfig(tp=2, pp=2, **experts)
 
 
 class BytesSent(TorchDispatchMode):
@@ -115,15 +87,6 @@ class BytesSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def streamed(chunks: list[PolicyModel], world: World, sizes: Sizes) -> Callable[[], None]:
-    def run() -> None:
-        stream = weight_stream(chunks, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib)
-        for _ in stream:
-            pass
-
-    return run
-
-
 def bare(model_bytes: int, world: World, sizes: Sizes) -> Callable[[], None]:
     bucket = sizes.bucket_mib * MIB
     of_stage = model_bytes // world.layout.pp
@@ -151,9 +114,8 @@ class Report:
     sent: int
     bare_sent: int
     held: int
-    """Of the policy, in this rank's parameters."""
+    """Bytes of the policy in this rank's parameters."""
     extra: int
-    """Bytes."""
 
 
 def measure(rank: int, sizes: Sizes, rendezvous: str, reports: multiprocessing.Queue[tuple[int, Report]]) -> None:
@@ -165,26 +127,26 @@ def measure(rank: int, sizes: Sizes, rendezvous: str, reports: multiprocessing.Q
     for chunk in chunks:
         chunk.bfloat16()
     held = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
-    stream = streamed(chunks, world, sizes)
+
+    def stream() -> None:
+        for _ in weight_stream(chunks, world, to=Consumers.LEADER, bucket_mib=sizes.bucket_mib):
+            pass
+
     dist.barrier()
-    with PeakMemory() as memory:
+    gc.collect()
+    with PeakMemory("RssAnon") as memory:
         stream()
         dist.barrier()
     yardstick = bare(policy_bytes(shape), world, sizes)
-    sent, seconds = [], []
+    sent = []
     for run in (stream, yardstick):
         with BytesSent() as counter:
             run()
         sent.append(counter.total)
-        seconds.append([])
-    for _ in range(sizes.repeats):
-        for run, times in zip((stream, yardstick), seconds, strict=True):
-            dist.barrier()
-            start = time.perf_counter()
-            run()
-            dist.barrier()
-            times.append(time.perf_counter() - start)
-    reports.put((rank, Report(*seconds, *sent, held, memory.peak - memory.before)))
+    runs = {"stream": stream, "bare": yardstick}
+    turns = {name: lambda _, run=run: timed(run, dist.barrier)[0] for name, run in runs.items()}
+    seconds = in_turn(turns, sizes.repeats, warm_up=0)
+    reports.put((rank, Report(seconds["stream"], seconds["bare"], *sent, held, memory.grown)))
     shut_down()
 
 
@@ -202,8 +164,8 @@ def on_ranks(sizes: Sizes) -> list[Report]:
     context = multiprocessing.get_context("spawn")
     reports = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (sizes, str(Path(folder, "rendezvous")), reports)
-        processes = [context.Process(target=measure, args=(rank, *arguments)) for rank in range(RANKS)]
+        shared = (sizes, str(Path(folder, "rendezvous")), reports)
+        processes = [context.Process(target=measure, args=(rank, *shared)) for rank in range(RANKS)]
         for process in processes:
             process.start()
         for process in processes:
@@ -214,17 +176,11 @@ def on_ranks(sizes: Sizes) -> list[Report]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, help="default: 16, or 4 with experts")
-    parser.add_argument("--experts", type=int, default=0)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--bucket-mib", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", action="store_true", help="print the JSON line only")
-    arguments = vars(parser.parse_args())
-    quiet = arguments.pop("json")
-    arguments["layers"] = arguments["layers"] or (4 if arguments["experts"] else 16)
-    sizes = Sizes(**arguments)
+    options = arguments(
+        __doc__, layers=(int, "default: 16, or 4 with experts"), experts=0, vocabulary=32768, bucket_mib=64, repeats=7
+    ).parse_args()
+    layers = options.layers or (4 if options.experts else 16)
+    sizes = Sizes(layers, options.experts, options.vocabulary, options.bucket_mib, options.repeats)
     ranks = on_ranks(sizes)
     seconds, bare_seconds = median(ranks[0].seconds), median(ranks[0].bare_seconds)
     sent, bare_sent = (sum(getattr(rank, name) for rank in ranks) for name in ("sent", "bare_sent"))
@@ -244,11 +200,7 @@ def main() -> None:
         "two_buckets_gb": round(2 * sizes.bucket_mib * MIB / GB, 4),
         "largest_tensor_gb": round(largest / GB, 4),
     }
-    if not quiet:
-        print(f"{result['model_gb']:.2f} GB from four ranks to one in buckets of {sizes.bucket_mib} MiB")
-        print(f"stream                {seconds:6.2f} s  {sent / GB:5.2f} GB sent  {result['extra_gb']:.3f} GB extra")
-        print(f"gather and broadcast  {bare_seconds:6.2f} s  {bare_sent / GB:5.2f} GB sent")
-    print(json.dumps(result))
+    finish(result, options)
 
 
 if __name__ == "__main__":

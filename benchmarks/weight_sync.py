@@ -14,8 +14,6 @@ With ``--transports collective -- model.lora.rank=16 rollout.sync.adapter=true``
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import tempfile
@@ -29,14 +27,13 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-os.environ.setdefault("MASTER_PORT", "29611")
 
 import torch
 import torch.distributed as dist
-from servers_here import server_settings
+from harness import MIB, arguments, be_the_only_rank, finish
 
 from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
 from megatron_dppo.init import write_model
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.rollout.servers.engine import ServerEngine
@@ -44,7 +41,44 @@ from megatron_dppo.rollout.servers.transports import BUCKET_MIB
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 
-MIB = 2**20
+SGLANG_ON_CPU = Path(__file__).parents[1] / "tests" / "servers" / "sglang_cpu" / "server.py"
+PYTHONS = {"sglang": "SGLANG_PYTHON", "vllm": "VLLM_PYTHON"}
+"""Environment variables with the interpreters of the servers' environments; scripts/install_servers.sh makes both."""
+
+
+def server_settings(engine: str, tp: Sequence[int], policy: Path, folder: Path) -> list[str]:
+    """
+    Args:
+        engine: ``sglang`` or ``vllm``.
+        tp: tensor-parallel ranks of each server.
+        policy: Hugging Face directory.
+        folder: for logs.
+
+    Raises:
+        UserError: the environment variable with the interpreter is not set.
+    """
+    if (python := os.environ.get(PYTHONS[engine])) is None:
+        remedy = f"Run `source scripts/install_servers.sh`, or set it to a Python that has {engine}"
+        raise UserError(PYTHONS[engine], "", "is not set", remedy)
+    settings = [
+        f"run.dir={folder}",
+        f"model.path={policy}",
+        "data.max_prompt_tokens=64",
+        "rollout.max_response_tokens=512",
+        f"rollout.engine={engine}",
+        f"rollout.launch.count={len(tp)}",
+        f"rollout.launch.tp=[{','.join(map(str, tp))}]",
+        "rollout.launch.first_port=27000",
+    ]
+    cuda = torch.cuda.is_available()
+    if engine == "sglang":
+        start = [python, "-m", "sglang.launch_server"] if cuda else [python, str(SGLANG_ON_CPU)]
+    else:
+        start = [python, "-m", "vllm.entrypoints.openai.api_server"]
+        if not cuda:
+            settings.append("rollout.launch.flags=[--enforce-eager,--max-model-len,1024,--max-num-seqs,64]")
+            settings.append("rollout.launch.env=[VLLM_CPU_KVCACHE_SPACE=1,HF_HUB_OFFLINE=1,OMP_NUM_THREADS=1]")
+    return [*settings, f"rollout.launch.command=[{','.join(start)}]"]
 
 
 class BareBroadcast:
@@ -134,10 +168,8 @@ def measure(config: Config, world: World, policy: PolicyParts, *, pairs: int) ->
             bare.close()
     return {
         "seconds": median(row["seconds"] for row in rows),
-        "pause_ms": 1e3 * median(row["pause"] for row in rows),
         "transfer_seconds": median(row["transfer"] for row in rows),
-        "end_ms": 1e3 * median(row["end"] for row in rows),
-        "resume_ms": 1e3 * median(row["resume"] for row in rows),
+        **{f"{name}_ms": 1e3 * median(row[name] for row in rows) for name in ("pause", "end", "resume")},
         "control_ms": 1e3 * median(row["seconds"] - row["transfer"] for row in rows),
         "bare_seconds": median(row["bare"] for row in rows),
         "transfer_over_bare": median(row["transfer"] / row["bare"] for row in rows),
@@ -147,35 +179,34 @@ def measure(config: Config, world: World, policy: PolicyParts, *, pairs: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser = arguments(
+        __doc__,
+        tp=([1, 2], "ranks of each server"),
+        mb=(100, "size of the model, fp32"),
+        transports=["collective", "disk"],
+        pairs=5,
+    )
     parser.add_argument("--engine", choices=["sglang", "vllm"], default="sglang")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="ranks of each server")
-    parser.add_argument("--mb", type=int, default=100, help="size of the model, fp32")
-    parser.add_argument("--transports", nargs="+", default=["collective", "disk"])
-    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("settings", nargs="*", metavar="setting=value")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"engine": chosen.engine, "tp": chosen.tp}
+    be_the_only_rank()
+    results: dict[str, Any] = {"engine": options.engine, "tp": options.tp}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "policy")
-        layers = max(1, round((chosen.mb * 1e6 / 4 - 2048 * 512) / (512 * (8 * 64 * 3 + 3 * 1536))))
+        layers = max(1, round((options.mb * 1e6 / 4 - 2048 * 512) / (512 * (8 * 64 * 3 + 3 * 1536))))
         weights = write_model(
             place, hidden=512, layers=layers, heads=8, kv_heads=4, head_dim=64, ffn=1536, vocab_size=2048
         )
         results["model_mb"] = weights * 4 / 1e6
-        for transport in chosen.transports:
-            words = server_settings(chosen.engine, chosen.tp, place, Path(folder, transport))
-            config = load_config(None, [*words, f"rollout.sync.transport={transport}", *chosen.settings])
+        for transport in options.transports:
+            words = server_settings(options.engine, options.tp, place, Path(folder, transport))
+            config = load_config(None, [*words, f"rollout.sync.transport={transport}", *options.settings])
             world = initialize(config.layout, seed=1, timeout_s=600.0)
             policy = assemble_policy(config, world, temperature=1.0)
-            results[transport] = measure(config, world, policy, pairs=chosen.pairs)
-            if not chosen.json:
-                print(transport, {key: value for key, value in results[transport].items() if key != "pairs"})
+            results[transport] = measure(config, world, policy, pairs=options.pairs)
         shut_down()
-    if chosen.json:
-        print(json.dumps(results))
+    finish(results, options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Word problems of five families as JSONL, and a policy of two million parameters warmed up on them: a second task
-beside the quickstart's sums, on which what pruning buys can be measured.
-
-    python benchmarks/word_problems.py [--folder runs/word_problems] [--json]
+beside the quickstart's sums for ``pruning_speedup.py``.
 
 Prompts differ in kind, length and difficulty: a problem has one to six steps of arithmetic. The warm-up's teacher
 forgets most carries and borrows, and in most families stops before the last step more often than not. Rewards see the
@@ -11,19 +9,15 @@ the warm-up's lessons share no question.
 
 from __future__ import annotations
 
-import argparse
 import json
 import operator
 import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-
-from tokenizers import Tokenizer
 
 from megatron_dppo.init import write_model
 from megatron_dppo.process.files import replacing_file
@@ -239,36 +233,3 @@ def _write(file: Path, problems: Sequence[WordProblem]) -> None:
     rows = [{"prompt": one.question, "label": one.label, "response": one.worked_answer} for one in problems]
     with replacing_file(file) as draft:
         draft.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def described(made: Prepared) -> dict[str, object]:
-    """Prompts' and answers' lengths in tokens: least, mean, most; and what share of the lessons ends right."""
-    tokenizer = Tokenizer.from_file(str(made.policy / "tokenizer.json"))
-    rows = [json.loads(line) for line in (made.folder / "lessons.jsonl").read_text(encoding="utf-8").splitlines()]
-
-    def lengths(key: str) -> tuple[int, float, int]:
-        counts = [len(tokenizer.encode(row[key]).ids) for row in rows]
-        return min(counts), statistics.fmean(counts), max(counts)
-
-    right = [row["response"].rpartition("#")[2] == row["label"] for row in rows]
-    return {
-        "folder": str(made.folder),
-        "prompt_tokens": lengths("prompt"),
-        "answer_tokens": lengths("response"),
-        "right_lessons": statistics.fmean(right),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/word_problems"), help="made once, and kept")
-    parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
-    options = parser.parse_args()
-    report = described(prepared(options.folder))
-    if not options.json:
-        print("\n".join(f"{name:<16}{value}" for name, value in report.items()))
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()

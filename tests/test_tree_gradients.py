@@ -106,7 +106,7 @@ def planned_gradient(trainer: Trainer, plan: StepPlan, held: Mapping[int, Group]
 
 
 def measure_mistake(rank: int, size: int, folder: Path, tree: TreeConfig) -> Floats:
-    with mock.patch("megatron_dppo.rl.pruning.minibatch.segment_advantages", mean_of_leaves):
+    with mock.patch("megatron_dppo.rl.advantages.segment_advantages", mean_of_leaves):
         return measure(rank, size, folder, tree, pruned=False)
 
 

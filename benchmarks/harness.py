@@ -1,0 +1,191 @@
+"""The parts that benchmarks share: arguments, repeats in turn, paired ratios, peak memory, processes, the JSON line.
+
+A script gets its parser from ``arguments``, measures a baseline and a candidate by ``in_turn``, compares them by
+``paired_ratio``, and ends with ``finish``. Nothing is imported here that an environment without the package lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+"""Student's t at 97.5% for 1, 2, … degrees of freedom."""
+MIB = 2**20
+
+
+def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
+    """A parser with ``--json`` and one option for each keyword.
+
+    Args:
+        description: the script's docstring.
+        options: the default, or a pair of the default and the help. False makes a flag, a list an option of several
+            values, a type an option without a default.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the JSON object alone")
+    for name, given in options.items():
+        default, text = given if isinstance(given, tuple) else (given, "default: %(default)s")
+        flag = "--" + name.replace("_", "-")
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=text)
+        elif isinstance(default, type):
+            parser.add_argument(flag, type=default, help=text)
+        elif isinstance(default, list):
+            parser.add_argument(flag, type=type(default[0]), nargs="+", default=default, help=text)
+        else:
+            parser.add_argument(flag, type=type(default), default=default, help=text)
+    return parser
+
+
+def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Print a line for each figure unless ``--json`` is set, then all figures as one JSON object on the last line."""
+    if not options.json:
+        for name, value in _flat("", figures):
+            print(f"{name:<44} {value:.4g}" if isinstance(value, float) else f"{name:<44} {value}")
+    print(json.dumps(figures))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested figures, their names joined by points; lists of numbers stay whole."""
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _flat(f"{name}.{key}".lstrip("."), each)
+    else:
+        yield name, value
+
+
+def in_turn(contenders: Mapping[str, Callable[[int], T]], repeats: int, *, warm_up: int = 1) -> dict[str, list[T]]:
+    """Call all contenders in every round, so that a noisy machine treats them alike.
+
+    Returns:
+        The results of each contender, ``repeats`` of them: those of the first ``warm_up`` rounds are dropped.
+    """
+    results: dict[str, list[T]] = {name: [] for name in contenders}
+    for number in range(warm_up + repeats):
+        for name, run in contenders.items():
+            found = run(number)
+            if number >= warm_up:
+                results[name].append(found)
+    return results
+
+
+def timed(work: Callable[[], T], wait: Callable[[], object] = lambda: None) -> tuple[float, T]:
+    """Seconds of one call, and its result. ``wait`` is called before and after it, for a device to finish."""
+    wait()
+    start = time.perf_counter()
+    result = work()
+    wait()
+    return time.perf_counter() - start, result
+
+
+def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half the width of its 95% interval by Student's t, infinite for a single value."""
+    free = len(values) - 1
+    if not free:
+        return values[0], math.inf
+    t = T_975[free - 1] if free <= len(T_975) else 2.0
+    return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def paired_ratio(baseline: Sequence[float], candidate: Sequence[float]) -> dict[str, Any]:
+    """The geometric mean of baseline over candidate, pair by pair, with its 95% interval; None for a single pair."""
+    mean, reach = mean_and_reach([math.log(one / other) for one, other in zip(baseline, candidate, strict=True)])
+    interval = [math.exp(mean - reach), math.exp(mean + reach)] if math.isfinite(reach) else None
+    return {"ratio": math.exp(mean), "interval": interval, "pairs": len(baseline)}
+
+
+def own_status(field: str, file: str = "status") -> int:
+    """A number of this process from ``/proc/self``: bytes for fields in kB, such as ``RssAnon`` or ``VmHWM``."""
+    lines = (line.partition(":") for line in Path("/proc/self", file).read_text(encoding="ascii").splitlines())
+    words = next(value.split() for name, _, value in lines if name == field)
+    return int(words[0]) * (1024 if words[-1] == "kB" else 1)
+
+
+class PeakMemory:
+    """The most memory of this process within the ``with`` block, in bytes, sampled by a thread.
+
+    Args:
+        field: ``VmRSS`` (resident) or ``RssAnon`` (anonymous).
+        every_s: seconds between samples.
+    """
+
+    def __init__(self, field: str, every_s: float = 0.002) -> None:
+        self._field, self._every_s = field, every_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self.before = self.peak = own_status(self._field)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._every_s):
+            self.peak = max(self.peak, own_status(self._field))
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, own_status(self._field))
+
+    @property
+    def grown(self) -> int:
+        """The peak above the memory at the block's begin."""
+        return self.peak - self.before
+
+
+def in_own_process(function: Callable[..., T], *given: Any) -> T:
+    """The result of a function of a module, called in a fresh process.
+
+    Raises:
+        SystemExit: the process failed; its traceback is on standard error.
+    """
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[T] = context.Queue()
+    process = context.Process(target=_put, args=(results, function, given))
+    process.start()
+    while process.is_alive() and results.empty():
+        process.join(0.2)
+    if results.empty() and process.exitcode:
+        raise SystemExit(f"{function.__name__}: the process ended with exit code {process.exitcode}")
+    found = results.get(timeout=60)
+    process.join()
+    return found
+
+
+def _put(results: multiprocessing.Queue[T], function: Callable[..., T], given: Sequence[Any]) -> None:
+    results.put(function(*given))
+
+
+def be_the_only_rank() -> None:
+    """Set the variables by which this process finds itself alone in its process group, on a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def package_command(command: str, *words: str) -> None:
+    """Run a command of the package in a process of its own, its output on standard error.
+
+    Raises:
+        subprocess.CalledProcessError: the command failed.
+    """
+    subprocess.run([sys.executable, "-m", "megatron_dppo", command, *words], check=True, stdout=sys.stderr)
