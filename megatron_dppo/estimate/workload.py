@@ -262,7 +262,7 @@ def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, floa
         case rule:
             rolled = usable = window * (keep if rule == "neyman" else 1.0)
     keep = scheduled_keep(pruning.completions.keep, pruning.completions.schedule, step, total)
-    match pruning.completions.rule:
+    match pruning.completions.named:
         case "none":
             keep = live
         case "threshold" | "threshold_deterministic":

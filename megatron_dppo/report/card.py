@@ -91,8 +91,11 @@ def _name(place: Any) -> str:
 
 
 def _pruning(run: Run) -> str:
-    rules = {level: run.setting(f"pruning.{level}.rule") for level in ("prompts", "completions")}
-    parts = [f"{level} by {_code(rule)}" for level, rule in rules.items() if rule != "none"]
+    parts = []
+    for level in ("prompts", "completions"):
+        own = run.setting(f"pruning.{level}.function")
+        if (rule := "function" if own else run.setting(f"pruning.{level}.rule")) != "none":
+            parts.append(f"{level} by {_code(rule)}")
     return f"Pruning: {', '.join(parts)}." if parts else "Nothing was pruned."
 
 
