@@ -331,6 +331,18 @@ MUTANTS = [
         "rollout/test_teachers.py -k busy",
     ),
     Mutant(
+        "data/held-out problems in the training data are not printed",
+        "if world.leads and (repeated := train.repeats([problem.prompt for problem in problems]))[0]:",
+        "if (repeated := (0, ''))[0]:",
+        "test_evaluate.py -k in_the_training_data",
+    ),
+    Mutant(
+        "waiting/a conversation's tool that is busy fails the conversation",
+        'await server.http.call_patiently("POST", base',
+        'await server.http.call("POST", base',
+        "servers/test_conversations.py -k busy",
+    ),
+    Mutant(
         "waiting/whoever gives no completion has no name",
         'at and f"requests under way: {at}", late',
         "late",
