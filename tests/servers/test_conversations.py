@@ -224,9 +224,7 @@ def test_a_tool_that_is_down_costs_no_server(url: str, tmp_path: Path) -> None:
     assert isinstance(batch.error, PromptFailedError) and "127.0.0.1:9 broke off at /judge" in str(batch.error)
 
 
-def test_a_busy_tool_is_asked_again(
-    server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_tool_is_asked_again(server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.1)
     server.refusals = [429, 503]
     batch, lost, _ = converse("ask_a_judge", url, tmp_path, other=url.replace("127.0.0.1", "localhost"), attempts=1)
