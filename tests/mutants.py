@@ -331,6 +331,12 @@ MUTANTS = [
         "rollout/test_teachers.py -k busy",
     ),
     Mutant(
+        "rehearsal/groups of packs of another size",
+        "return layout.vpp == 1 or interleaved_packs(count, layout.pp) == interleaved_packs(packs, layout.pp)",
+        "return True",
+        "rehearsal/test_command.py -k in_flight",
+    ),
+    Mutant(
         "data/held-out problems in the training data are not printed",
         "if world.leads and (repeated := train.repeats([problem.prompt for problem in problems]))[0]:",
         "if (repeated := (0, ''))[0]:",
