@@ -1184,6 +1184,24 @@ MUTANTS = [
     ),
     # The policy head.
     Mutant(
+        "head/logits that were overwritten serve a second backward pass",
+        "kept, ctx.logits = () if ctx.logits is None else (ctx.logits,), None",
+        "kept = () if ctx.logits is None else (ctx.logits,)",
+        "models/test_policy_head_triton.py -k logits_that_fit",
+    ),
+    Mutant(
+        "head/the last chunk's logits serve for all",
+        "ctx.logits = logits if keeps and fits else None",
+        "ctx.logits = logits if keeps else None",
+        "models/test_policy_head_triton.py -k chunks_change_nothing",
+    ),
+    Mutant(
+        "head/logits are made twice",
+        "ctx.logits = logits if keeps and fits else None",
+        "ctx.logits = None",
+        "models/test_policy_head_triton.py -k logits_that_fit",
+    ),
+    Mutant(
         "head/a rank's own peak",
         "sums[3:].mul_(factor.square())",
         "sums[3:].mul_(factor)",
