@@ -68,7 +68,9 @@ class ModelConfig(Section):
     """Activation recomputation: ``selective`` runs the feed-forward part of each layer again (its experts, where it has
     them), ``full`` keeps only the input of each layer."""
     head_chunk_mib: Positive | None = None
-    """MiB of logits, with their gradient, that the policy head holds at a time; null: 1024 on a GPU, else 64."""
+    """MiB of logits, with their gradient, that the policy head holds at a time; null: 1024 on a GPU, else 64. A GPU
+    makes all logits twice, in the forward and the backward pass, but once where those of a pack fit: 6 bytes for each
+    token of a response and each token of the vocabulary, divided by layout.tp."""
     reference_on_host: bool = False
     """Keep the frozen reference (with loss.kl_coef) in the host's memory while it is not needed; its weights then cross
     to the GPU once a step."""

@@ -15,12 +15,14 @@ import torch
 from transformers import Qwen3Config
 
 from megatron_dppo.cli import main
+from megatron_dppo.config import LayoutConfig
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import shape_of
+from megatron_dppo.estimate.memory import chunks_in_flight, shape_of
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.rehearse.booking import Kernel
 from megatron_dppo.rehearse.roofline import Cost, seconds, tile_share
+from megatron_dppo.rehearse.step import packs_to_play
 from megatron_dppo.settings import load_config
 
 CONFIG = "configs/qwen3_0.6b_math.yaml"
@@ -94,6 +96,17 @@ def test_the_benchmark_names_each_configuration(policy: Path) -> None:
 def test_a_rank_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", CONFIG, "--rank", "2"]) == 2
     assert "Give 0 to 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("vpp", [1, 2, 3])
+def test_as_many_packs_are_in_flight_as_in_the_whole_update(vpp: int) -> None:
+    for pp in (2, 3, 4, 8):
+        layout = LayoutConfig(pp=pp, vpp=vpp)
+        for packs in range(pp, 65):
+            few, many = packs_to_play(packs, layout)
+            assert few == pp and min(2 * pp, packs) <= many <= packs
+            for stage in range(pp):
+                assert chunks_in_flight(stage, layout, many) == chunks_in_flight(stage, layout, packs)
 
 
 @pytest.mark.parametrize(("rows", "columns", "share"), [(128 * 132, 256, 1.0), (128 * 133, 256, 0.9 * 266 / 396)])
