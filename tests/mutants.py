@@ -2140,8 +2140,8 @@ MUTANTS = [
     ),
     Mutant(
         "estimate/a backward pass as long as its forward pass",
-        "attention=3.0 + again, feed_forward=3.0 +",
-        "attention=2.0 + again, feed_forward=2.0 +",
+        "backward += _product(setup, columns, inner, rows, written=8, tiled=tiled)",
+        "pass",
         "estimate/test_stages.py",
     ),
     Mutant(
@@ -2152,8 +2152,8 @@ MUTANTS = [
     ),
     Mutant(
         "estimate/all tokens stay in their node",
-        "far = max(layout.ep - near_ranks, 0)",
-        "far = 0",
+        "(ranks - near) / ranks / gpu.network",
+        "0.0",
         "estimate/test_experts.py",
     ),
     Mutant(

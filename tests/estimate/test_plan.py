@@ -360,11 +360,11 @@ def test_longer_responses_take_longer_and_stretch_less_near_the_limit() -> None:
 
 def test_assumptions_are_settable_printed_and_checked() -> None:
     assert read_assumptions(["assume.response_share=0.25"]).response_share == 0.25
-    made = make_plan(of(), read_assumptions(["assume.train_flops_share=0.2"]))
-    assert made.pruned.phases["training"] == pytest.approx(2 * plan().pruned.phases["training"])
-    assert "  train_flops_share = 0.2" in list(as_text(made))
-    with pytest.raises(UserError, match=r"assume\.train_flops_share"):
-        read_assumptions(["assume.train_flop_share=0.2"])
+    made = make_plan(of(), read_assumptions(["assume.busy_share=0.5"]))
+    assert made.pruned.phases["training"] == pytest.approx(1.7 * plan().pruned.phases["training"])
+    assert "  busy_share = 0.5" in list(as_text(made))
+    with pytest.raises(UserError, match=r"assume\.busy_share"):
+        read_assumptions(["assume.bussy_share=0.2"])
     for wrong in ("1.5", "0", "-1", "much", "nan"):
         with pytest.raises(UserError, match="at most 1"):
             read_assumptions([f"assume.pack_fill={wrong}"])
