@@ -20,6 +20,7 @@ from megatron_dppo.estimate.memory import (
     shape_of,
 )
 from megatron_dppo.estimate.remedies import Change, Closest, Search, remedies
+from megatron_dppo.estimate.search import Proposal, search
 from megatron_dppo.estimate.server import ServerMemory, server_memory
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
@@ -133,6 +134,23 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         cost=_cost(setup, pruned),
         cost_unpruned=_cost(setup, unpruned),
     )
+
+
+def proposals(config: Config, assume: Assumptions, count: int) -> tuple[Setup, list[Proposal]]:
+    """The run, and the fastest settings for its trainer (:func:`search`).
+
+    Raises:
+        UserError: as :func:`make_plan`.
+    """
+    check_config(config)
+    shape = shape_of(config.model.path)
+    setup = Setup(config, shape, place(config, shape), assume)
+
+    def fitting(other: Setup) -> Memory | None:
+        actor, server = _memory(other)
+        return actor if actor.fits and server.fits else None
+
+    return setup, search(setup, count, fitting)
 
 
 def _memory(setup: Setup) -> tuple[Memory, ServerMemory]:

@@ -15,6 +15,10 @@ BINS = 64
 """Into so many stretches a response is cut. In each, the number of completions still decoding counts as constant."""
 
 
+UPDATE = ("training", "messages", "token exchange", "pipeline bubble")
+"""Phases of an update's passes."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """A mean step of the run."""
@@ -38,30 +42,11 @@ class StepTime:
 
 def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The time of a step's phases, if a server decodes at most ``concurrency`` completions at once."""
-    config, layout, work = setup.config, setup.placement.layout, work_of(setup)
-    rolled = generation(setup, work, most=concurrency)
-    packs = packs_of(setup)
-    waits = (layout.pp - 1) / (layout.vpp * packs)
-    through = stage_passes(setup)
-    train = slowest(each.update for each in through).times(packs * work.updates / setup.assume.busy_share)
-    forward = _scoring(setup, through, work.updates * packs) * (1 + waits)
-    taught = 0.0
-    for teacher in config.loss.distillation.models:  # as if each had sequences in all packs
-        theirs = replace(setup, shape=shape_of(teacher))
-        taught += _scoring(theirs, stage_passes(theirs), work.updates * packs) * (1 + waits)
-    seen = work.seen / work.trained if work.trained else 0.0
+    config, work, packs = setup.config, work_of(setup), packs_of(setup)
+    rolled, trainer = generation(setup, work, most=concurrency), trainer_phases(setup)
     phases = {
         "generation": 0.0 if config.data.rollouts else rolled.seconds,
-        "score norms": forward * seen if config.pruning.completions.score == "head" else 0.0,
-        "old log-probabilities": forward if work.updates > 1 else 0.0,
-        "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
-        "teacher": taught,
-        "training": train.kernels,
-        "messages": train.messages,
-        "token exchange": train.exchange,
-        "pipeline bubble": train.total * waits,
-        "gradient reduction": max(reduction_seconds(setup, stage) for stage in range(layout.pp)) * work.updates,
-        "optimizer": max(optimizer_seconds(setup, stage) for stage in range(layout.pp)) * work.updates,
+        **trainer,
         "weight sync": _sync_seconds(setup),
         "overhead": setup.assume.overhead_s,
     }
@@ -69,16 +54,46 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     if config.rollout.ahead:
         seconds = max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])
     useful = 3.0 * (sum(layer_flops(setup)) * work.trained + head_flops(setup.shape) * work.responses)
+    passing = sum(trainer[phase] for phase in UPDATE)
     return StepTime(
         work=work,
         phases=phases,
         seconds=seconds,
         packs=packs,
-        bubble=waits / (1 + waits),
+        bubble=_waits(setup) / (1 + _waits(setup)),
         batch=rolled.batch,
         long_tail=rolled.long_tail,
-        model_flops_share=useful / (setup.placement.ranks * setup.rate * train.total * (1 + waits)),
+        model_flops_share=useful / (setup.placement.ranks * setup.rate * passing),
     )
+
+
+def trainer_phases(setup: Setup) -> dict[str, float]:
+    """Seconds of a step's phases on the trainer's GPUs."""
+    config, work, through = setup.config, work_of(setup), stage_passes(setup)
+    packs, stages = packs_of(setup) * work.updates, range(setup.placement.layout.pp)
+    train = slowest(each.update for each in through).times(packs / setup.assume.busy_share)
+    forward = _scoring(setup, through, packs)
+    teachers = [replace(setup, shape=shape_of(teacher)) for teacher in config.loss.distillation.models]
+    seen = work.seen / work.trained if work.trained else 0.0
+    return {
+        "score norms": forward * seen if config.pruning.completions.score == "head" else 0.0,
+        "old log-probabilities": forward if work.updates > 1 else 0.0,
+        "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
+        # as if each had sequences in all packs
+        "teacher": sum(_scoring(theirs, stage_passes(theirs), packs) for theirs in teachers),
+        "training": train.kernels,
+        "messages": train.messages,
+        "token exchange": train.exchange,
+        "pipeline bubble": train.total * _waits(setup),
+        "gradient reduction": max(reduction_seconds(setup, stage) for stage in stages) * work.updates,
+        "optimizer": max(optimizer_seconds(setup, stage) for stage in stages) * work.updates,
+    }
+
+
+def _waits(setup: Setup) -> float:
+    """Time that a stage waits in a pass over all packs, over the time that it works."""
+    layout = setup.placement.layout
+    return (layout.pp - 1) / (layout.vpp * packs_of(setup))
 
 
 def slowest(stages: Iterable[Seconds]) -> Seconds:
@@ -87,8 +102,8 @@ def slowest(stages: Iterable[Seconds]) -> Seconds:
 
 
 def _scoring(setup: Setup, through: Iterable[Passes], packs: float) -> float:
-    """Seconds of forward passes of log-probabilities over so many packs, without the pipeline's waits."""
-    return slowest(each.forward for each in through).total * packs / setup.assume.busy_share
+    """Seconds of forward passes of log-probabilities over so many packs."""
+    return slowest(each.forward for each in through).total * packs / setup.assume.busy_share * (1 + _waits(setup))
 
 
 def layer_flops(setup: Setup) -> tuple[float, float]:
