@@ -2157,6 +2157,18 @@ MUTANTS = [
         "estimate/test_experts.py",
     ),
     Mutant(
+        "estimate/a proposal fills the GPU",
+        "memory.total <= (1.0 - SPARE) * memory.room",
+        "memory.total <= memory.room",
+        "estimate/test_search.py -k room_to_spare",
+    ),
+    Mutant(
+        "estimate/whole layers are never recomputed",
+        '"full": forward}[setup.config.model.recompute]',
+        '"full": Seconds()}[setup.config.model.recompute]',
+        "estimate/test_experts.py -k busiest",
+    ),
+    Mutant(
         "estimate/virtual stages in one go",
         "(layout.vpp - 1) * interleaved_packs(packs, layout.pp) + 1",
         "1",
