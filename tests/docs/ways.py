@@ -13,7 +13,7 @@ from typing import Literal
 
 from tests.docs.documents import ROOT, Command, all_commands
 
-LAYOUT = "layout.tp=1 layout.pp=1 layout.dp=1"
+LAYOUT = "layout.tp=1 layout.pp=1 layout.cp=1 layout.dp=1 layout.first_stage_layers=null layout.last_stage_layers=null"
 SMALL = (
     f"{LAYOUT} run.steps=1 rollout.prompts_per_step=4 rollout.samples_per_prompt=2 rollout.max_response_tokens=8 "
     "eval.problems=2"

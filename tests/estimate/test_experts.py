@@ -14,10 +14,8 @@ from megatron_dppo.estimate.remedies import with_settings
 from megatron_dppo.estimate.roofline import EXCHANGE, PRODUCTS, STREAMS, wire_seconds
 from megatron_dppo.estimate.workload import mean_pack, place
 from megatron_dppo.models.shape import PUBLISHED
-from tests.estimate.test_plan import ROOT, of, plan, setup
+from tests.estimate.test_plan import EXPERTS, MIXTURE, of, plan, setup
 
-MIXTURE = str(ROOT / "configs" / "qwen3_30b_a3b_dppo.yaml")
-LARGEST = str(ROOT / "configs" / "qwen3_235b_a22b_dppo.yaml")
 SHAPE = PUBLISHED["qwen3-30b-a3b"]
 EXPERT = 3 * 2048 * 768
 """Weights of one expert of one layer."""
@@ -154,7 +152,7 @@ def test_experts_that_the_ranks_cannot_share_are_refused_by_name(overrides: tupl
 
 
 def test_the_largest_policy_needs_its_layers_cut_unevenly() -> None:
-    assert plan(file=LARGEST).fits
+    assert plan(file=EXPERTS).fits
     with pytest.raises(UserError) as caught:
-        plan("layout.first_stage_layers=null", file=LARGEST)
+        plan("layout.first_stage_layers=null", file=EXPERTS)
     assert caught.value.setting.startswith("layout.")

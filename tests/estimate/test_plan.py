@@ -29,10 +29,22 @@ ROOT = Path(__file__).parents[2]
 LARGE = str(ROOT / "configs" / "qwen3_32b_dppo.yaml")
 SMALL = str(ROOT / "configs" / "qwen3_4b_math.yaml")
 EXPERTS = str(ROOT / "configs" / "qwen3_235b_a22b_dppo.yaml")
+MIXTURE = str(ROOT / "configs" / "qwen3_30b_a3b_dppo.yaml")
+WHOLE = ("layout.first_stage_layers=null", "layout.last_stage_layers=null", "pack.max_tokens=16384")
+PLAIN = {
+    LARGE: ("layout.tp=8", "layout.pp=2", "layout.cp=1", *WHOLE),
+    SMALL: ("model.recompute=full",),
+    MIXTURE: ("layout.tp=2", "layout.pp=1", "layout.ep=8", "layout.cp=1", *WHOLE, "model.recompute=full"),
+    EXPERTS: (
+        "layout.tp=2", "layout.cp=2", "layout.pp=8", "layout.ep=16", "model.recompute=full", "pack.max_tokens=16384",
+        "layout.first_stage_layers=11", "layout.last_stage_layers=11", "layout.vpp=1",
+    ),
+}  # fmt: skip
+"""The layouts that these tests count by hand; those of the files are the fastest."""
 
 
 def of(*overrides: str, file: str = LARGE) -> Config:
-    return load_config(file, overrides)
+    return load_config(file, [*PLAIN.get(file, ()), *overrides])
 
 
 def plan(*overrides: str, file: str = LARGE, **assumed: float) -> Plan:

@@ -11,9 +11,8 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.estimate.memory import chunks_in_flight
 from megatron_dppo.estimate.workload import packs_of
 from megatron_dppo.parallel.layout import stage_layers
-from tests.estimate.test_plan import of, plan, setup, trainer_parts
+from tests.estimate.test_plan import EXPERTS, of, plan, setup, trainer_parts
 
-LARGEST = "configs/qwen3_235b_a22b_dppo.yaml"
 CUTS = [
     (8, LayoutConfig(pp=2)),
     (8, LayoutConfig(pp=2, vpp=2)),
