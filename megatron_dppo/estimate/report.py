@@ -19,7 +19,6 @@ from megatron_dppo.estimate.memory import Memory, shape_of
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan, proposals
 from megatron_dppo.estimate.remedies import MOST_AT_ONCE, MOST_NODES, nodes_of, with_settings
 from megatron_dppo.estimate.search import SPARE
-from megatron_dppo.estimate.time import trainer_phases
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 from megatron_dppo.trainer.disk import size_text
@@ -93,12 +92,11 @@ def plan_search(config: Config, assumed: Sequence[str], count: int, *, json_want
     """
     if count < 1:
         raise UserError("--search", count, "is no number of proposals", "Give 1 or more")
-    setup, found = proposals(config, read_assumptions(assumed), count)
+    ranks, found = proposals(config, read_assumptions(assumed), count)
     if json_wanted:
         print(json.dumps([asdict(each) | {"total": each.actor.total} for each in found]))
         return 0 if found else 1
-    now = sum(trainer_phases(setup).values())
-    print(f"{config.model.path} on {setup.placement.ranks} GPUs that train: {now:.1f} s a step without rollouts")
+    print(f"{config.model.path} on {ranks} GPUs that train: seconds of a step without rollouts, memory, settings")
     for each in found:
         words = " ".join(f"{key}={short(value)}" for key, value in each.change.items()) or "as it is"
         print(f"{each.seconds:8.1f} s  {each.actor.total / GIB:5.1f} of {each.actor.room / GIB:.1f} GiB  {words}")

@@ -11,7 +11,7 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.estimate.memory import chunks_in_flight
 from megatron_dppo.estimate.workload import packs_of
 from megatron_dppo.parallel.layout import stage_layers
-from tests.estimate.test_plan import EXPERTS, of, plan, setup, trainer_parts
+from tests.estimate.test_plan import of, plan, setup, trainer_parts
 
 CUTS = [
     (8, LayoutConfig(pp=2)),
