@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from megatron_dppo.config import Config
-from megatron_dppo.estimate.kernels import update_seconds
+from megatron_dppo.estimate.kernels import stage_passes, update_seconds
 from megatron_dppo.estimate.memory import Memory, rank_memory
 from megatron_dppo.estimate.roofline import COLLECTIVES, EXCHANGE, INSIDE, PIPELINE, REPLICAS
 from megatron_dppo.estimate.time import head_flops, layer_flops
@@ -32,7 +32,9 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
     layout, planned = setup.placement.layout, rank_memory(setup, played.stage)
     memory, busy = rehearsed_memory(setup, planned, played), useful_seconds(setup, played)
     once = seconds.get("optimizer", 0.0) + seconds.get(REPLICAS, 0.0)  # after the pipeline's passes
-    waiting = (kernels + wires - once) * (layout.pp - 1) / (layout.vpp * played.packs)
+    stages = [each.update.total for each in stage_passes(even)]
+    slower = max(stages) / stages[played.stage]  # than this one, which waits for it with each pack
+    waiting = (kernels + wires - once) * (slower * (1 + (layout.pp - 1) / (layout.vpp * played.packs)) - 1)
     return {
         "stage": played.stage,
         "packs": played.packs,
