@@ -134,21 +134,12 @@ def _attention(setup: Setup, pack: MeanPack) -> Pair:
         small += CONTEXT_LAUNCHES * layout.cp
         sent = (layout.cp - 1) * message_seconds(setup, INSIDE, 2 * k * setup.width)
         messages = (messages[0] + sent, messages[1] + 2 * sent)
-    flops = queries * pack.pairs / layout.cp
-    return (
-        Seconds(
-            products[0]
-            + kernel_seconds(setup, 2 * flops, 0.0, share=ATTENTION_FORWARD, dtype=setup.config.model.dtype)
-            + _streams(setup, forward, launches=small),
-            messages[0],
-        ),
-        Seconds(
-            products[1]
-            + kernel_seconds(setup, 5 * flops, 0.0, share=ATTENTION_BACKWARD, dtype=setup.config.model.dtype)
-            + _streams(setup, backward, launches=small),
-            messages[1],
-        ),
+    flops, dtype = queries * pack.pairs / layout.cp, setup.config.model.dtype
+    products = (
+        products[0] + kernel_seconds(setup, 2 * flops, 0.0, share=ATTENTION_FORWARD, dtype=dtype),
+        products[1] + kernel_seconds(setup, 5 * flops, 0.0, share=ATTENTION_BACKWARD, dtype=dtype),
     )
+    return _pair(setup, products, (forward, backward), messages, (small, small))
 
 
 def _dense(setup: Setup, pack: MeanPack) -> Pair:
@@ -173,11 +164,13 @@ def _experts(setup: Setup, pack: MeanPack) -> Pair:
     got = etp * mine * shape.experts_per_token * setup.imbalance
     experts, ffn, copies = shape.experts // layout.ep, shape.ffn // etp, got * shape.hidden
     sizes = [(2 * ffn, shape.hidden), (shape.hidden, ffn)]
-    products = [experts * each for each in _products(setup, [(got / experts, *size) for size in sizes], tiled=False)]
+    first, second = (
+        experts * each for each in _products(setup, [(got / experts, *size) for size in sizes], tiled=False)
+    )
     scores = mine * shape.experts / setup.width  # of one byte
-    products[0] += _product(setup, mine, shape.experts, shape.hidden)
-    products[1] += _product(setup, mine, shape.hidden, shape.experts, dtype="fp32")
-    products[1] += _product(setup, shape.experts, shape.hidden, mine, dtype="fp32")
+    first += _product(setup, mine, shape.experts, shape.hidden)
+    second += _product(setup, mine, shape.hidden, shape.experts, dtype="fp32")
+    second += _product(setup, shape.experts, shape.hidden, mine, dtype="fp32")
     routed = h + sent
     moved = [routed, routed, 2 * copies, 2 * copies]
     moved += [3 * copies, 3 * copies / etp] * (etp > 1)  # to fp32 for the sum over the ranks of an expert, and back
@@ -186,11 +179,8 @@ def _experts(setup: Setup, pack: MeanPack) -> Pair:
     size = sent * setup.imbalance * setup.width
     exchange = 2 * wire_seconds(setup, EXCHANGE, layout.ep, size)
     exchange += wire_seconds(setup, INSIDE, etp, etp * size * (setup.width + 4) / setup.width)
-    kernels = (_streams(setup, forward, launches=EXPERT_LAUNCHES), _streams(setup, backward, launches=6))
-    return (
-        Seconds(products[0] + kernels[0], 0.0, exchange),
-        Seconds(products[1] + kernels[1], 0.0, exchange),
-    )
+    once, back = _pair(setup, (first, second), (forward, backward), (0.0, 0.0), (EXPERT_LAUNCHES, EXPERT_LAUNCHES / 2))
+    return once._replace(exchange=exchange), back._replace(exchange=exchange)
 
 
 # The ends of the policy
