@@ -88,7 +88,8 @@ def as_text(setup: Setup, found: dict[str, Any]) -> Iterator[str]:
         numbers = f"{cost['kernels']:>10,.0f}{cost['flops'] / 1e12:>10.1f}{cost['bytes'] / GIB:>10.1f}"
         yield f"  {kind:<38}{cost['seconds']:>10.3f}{numbers}"
     yield f"  {'all':<38}{seconds:>10.3f}   and {found['pipeline_wait_seconds']:.3f} waiting in the pipeline"
-    yield f"  {'planned: training and exchange':<38}{found['planned_seconds']:>10.3f}"
+    planned = found["planned_kernel_seconds"] + found["planned_collective_seconds"]
+    yield f"  {'planned: kernels and collectives':<38}{planned:>10.3f}"
     yield f"  {'a pass of log-probabilities':<38}{found['log_probability_seconds']:>10.3f}"
     shares = ", ".join(f"{share:.2f} {what}" for what, share in found["share_of_matrix_rate"].items())
     yield f"model FLOPs over the data sheet's rate: {shares}"

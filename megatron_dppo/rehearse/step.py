@@ -94,7 +94,7 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
         held, actor = actor_of(book, setup, world)
         if config.loss.kl_coef > 0 and not config.model.lora.rank:
             held["reference"] = _reference_bytes(book, setup, world)
-        set_attention_pairs(float(np.square(np.diff(pack.cu_seqlens).astype(float)).sum()) / layout.cp)
+        set_attention_pairs(float(np.square(np.diff(pack.cu_seqlens).astype(float)).sum()) / layout.cp**2)
         few, many = ([pack] * count for count in packs_to_play(packs, layout))
         built, before, peaks = _settled(book), set(book.allocations), _note_peaks(book, actor)
         _update(actor, setup, few)  # what is made once

@@ -34,7 +34,8 @@ class Work:
 
 
 def set_attention_pairs(pairs: float) -> None:
-    """Set Σ n² over the sequences of a pack. Attention FLOPs depend on it, and device tensors do not hold it."""
+    """Set Σ n² over the sequences of a pack, divided by cp²: each rank calls attention cp times. Attention FLOPs depend
+    on it, and device tensors do not hold it."""
     Work.pairs = pairs
 
 
