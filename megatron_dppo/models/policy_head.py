@@ -32,7 +32,7 @@ LEARNED = ("logprobs", "divergence")
 
 
 class HeadOutput(NamedTuple):
-    """What the policy says of R response tokens, in fp32.
+    """Output of the policy head for R response tokens, in fp32.
 
         HeadOutput(logprobs=[-0.69], entropy=[0.69], score_norm=[0.71])
 
@@ -167,11 +167,11 @@ def _gradient_types(weight: torch.Tensor) -> list[torch.dtype]:
 
 
 def left_to_autograd(weight: Any, gradient: torch.Tensor) -> torch.Tensor | None:
-    """What the backward pass returns for a weight whose whole fp32 gradient is ``gradient``.
+    """Gradient that the backward pass returns for a weight whose whole fp32 gradient is ``gradient``.
 
     DDP waits until autograd brings a weight its gradient, adds that to ``main_grad`` unless ``grad_added_to_main_grad``
-    says that it is there, and drops it. What is brought here is never read. A weight that is this stage's embedding as
-    well, which Megatron marks by ``zero_out_wgrad``, is brought the embedding's gradient, and that has to be added.
+    says that it is there, and drops it. The returned tensor is never read. A weight that is this stage's embedding
+    as well, which Megatron marks by ``zero_out_wgrad``, is brought the embedding's gradient, and that has to be added.
     """
     if not hasattr(weight, "main_grad"):
         return gradient.to(weight.dtype)

@@ -33,7 +33,7 @@ SECRET = ("data.verifiers.arguments",)
 """Settings among these that may hold a key."""
 TAG = "megatron-dppo"
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""What the hub takes for the name of a model."""
+"""Pattern of a model's name on the hub."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
@@ -80,7 +80,7 @@ def _code(text: object) -> str:
 
 
 def base_of(run: Run) -> str:
-    """What the run began from: an id of the hub, also that of a published Qwen3, or else the name of its folder."""
+    """Base model of a run: an id of the hub, also that of a published Qwen3, or else the name of its folder."""
     place = str(run.setting("model.path") or "")
     name = _name(place)
     return place if is_id(place) else f"Qwen/{name}" if published(name) else name
@@ -105,7 +105,7 @@ def _until(run: Run, step: int) -> list[Record]:
 
 
 def _accuracies(run: Run, step: int) -> dict[str, list[tuple[float, float]]]:
-    """What was measured by the checkpoint's step: steps and accuracies, by the metric's name."""
+    """Accuracies up to the checkpoint's step: steps and accuracies, by the metric's name."""
     rows = _until(run, step)
     names = sorted({key for row in rows for key in row if key.startswith("eval/")})
     names = [key for key in names if key == "eval/accuracy" or key.removeprefix("eval/") in run.problems]
