@@ -1,4 +1,4 @@
-"""What became of a step's completions: counts and tables, for the log and for pictures."""
+"""Pruning statistics of a step's completions: counts and tables for the log and the pictures."""
 
 from __future__ import annotations
 

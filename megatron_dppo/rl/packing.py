@@ -81,10 +81,10 @@ class Packing:
     imbalance: float
     """Cost of the costliest rank over the mean of all."""
     cost: float = 0.0
-    """Of the costliest rank, its padding included."""
+    """Cost of the costliest rank, padding included."""
     shared: tuple[int, ...] = ()
-    """What each sequence has in common with the one before it in the same pack, which is there once; 0 at least for the
-    first of a pack."""
+    """Tokens that each sequence shares with the sequence before it in the same pack, stored once; 0 for the first of a
+    pack."""
     saved: int = 0
     """Tokens that need no slot, because other sequences share them."""
 
@@ -252,7 +252,7 @@ def _tightest(slots: Ints, packs: int, window: int, unit: int, most: int) -> tup
 def _greedy(descending: list[int], capacity: int, window: int, most_packs: int) -> list[list[int]] | None:
     """Window-based greedy packing.
 
-    Of the ``window`` longest unpacked sequences, the longest that fits anywhere goes into the fullest pack that it
+    Among the ``window`` longest unpacked sequences, the longest that fits anywhere goes into the fullest pack that it
     fits; if none fits, the longest opens a pack. Then the window slides. This leaves the small sequences for the gaps.
 
     Args:

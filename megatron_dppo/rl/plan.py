@@ -33,8 +33,8 @@ ARRAYS = [field.name for field in fields(StepMetadata) if field.name != "window"
 
 
 def plain_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
-    """Of a step's StepMetadata, all that says: groups of ``samples`` completions of one sequence each, which share
-    their prompt, without trees, roles and teachers. ``prompt_lengths`` are [Q]."""
+    """Default StepMetadata fields for groups of ``samples`` completions of one sequence each, which share their prompt,
+    without trees, roles and teachers. ``prompt_lengths`` are [Q]."""
     prompts, shape = len(prompt_lengths), (len(prompt_lengths), samples)
     return {
         "shared_lengths": prompts_shared(prompt_lengths, samples),

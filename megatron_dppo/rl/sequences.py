@@ -56,7 +56,7 @@ def spoken(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]
 
 
 def longest_response(prompt: int, completion: Completion) -> int:
-    """How many tokens more than a prompt of so many the longest sequence has: what the limit of a response limits."""
+    """Length of the longest sequence beyond a prompt of ``prompt`` tokens, which a response's limit bounds."""
     first, *further = sequences(completion)
     return max(first.stop, *(of.stop - of.start - prompt for of in further)) if further else first.stop
 
@@ -83,7 +83,8 @@ def alike(parts: Sequence[Ints]) -> list[Ints]:
 
 
 def spread(further: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
-    """The sequences of K completions, sorted by (group, sequence, completion): whose each is, and which of its own.
+    """Sort the sequences of K completions by (group, sequence, completion). Returns completion index and sequence
+    index.
 
     The first ones of a group stand together, so that they can share their prompt.
 
@@ -97,7 +98,7 @@ def spread(further: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
 
 
 def malformed(prompt: int, completion: Completion, limit: int) -> str | None:
-    """What is wrong with a completion of several sequences, after a prompt of so many tokens; None: nothing."""
+    """Describe an error in a completion of several sequences after ``prompt`` tokens; None if valid."""
     if not completion.starts:
         return None
     bounds = (0, *completion.starts, len(completion.token_ids))

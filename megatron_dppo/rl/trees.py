@@ -50,7 +50,7 @@ Number = TypeVar("Number", np.int64, np.float64)
 ROUNDING = 1e-12
 """An advantage of this share of the rewards' spread is a rounding error of means, and zero."""
 DEVIATION_FLOOR, CLIP = 1e-8, 5.0
-"""Of BranchGRPO's normalisation."""
+"""BranchGRPO's normalisation: least deviation, bound on |A|."""
 
 
 def biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
@@ -215,7 +215,7 @@ def _of_nodes(slots: NDArray[Number], nodes: int) -> NDArray[Number]:
 
 
 BOOTSTRAP_DRAWS, LEVELS = 2000, (0.025, 0.975)
-"""Of the bootstrap over prompts, and of its intervals."""
+"""Bootstrap over prompts: draws, levels of the intervals."""
 
 
 @dataclass(frozen=True, slots=True)

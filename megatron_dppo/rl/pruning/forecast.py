@@ -1,8 +1,8 @@
-"""What a prompt's next group promises, also where the prompt was never seen: a model's answer, or the record's.
+"""Predictions of a prompt's next group, by a model or by the record; the model also predicts prompts never seen.
 
 Any predictor that has not seen a step's rollouts may set its inclusion probabilities: the gradient stays unbiased, and
-the better the prediction, the less its variance. So both predict every group before they learn of it, and the one that
-did better sets the next step's probabilities.
+the better the prediction, the less its variance. So both predict every group before they learn of it, and the better
+predictor sets the next step's probabilities.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Predictor = Literal["auto", "record", "model"]
 LOSS_DECAY = 0.9
 """Per step, of the losses by which ``auto`` chooses."""
 BINS = 10
-"""Of predicted probabilities, for the reliability curve."""
+"""Intervals of predicted probabilities in the reliability curve."""
 Foreseen = tuple[str, int, int, float, float]
 """Who predicted (``model``, ``record``), the tenth of [0, 1] in which the predictions lie, how many groups are there,
 the sum of their predicted chances, and the sum of the shares that turned out right. Where rewards are not 0 and 1, a
@@ -108,7 +108,7 @@ class PromptForecast(PromptHistory):
 
     @property
     def used(self) -> Literal["record", "model"]:
-        """What sets the next step's probabilities."""
+        """Predictor of the next step's probabilities."""
         if self._taught:
             return "model"
         if self._predictor != "auto":
@@ -217,7 +217,8 @@ class PromptForecast(PromptHistory):
 
 
 def beta_log_likelihood(right: Floats, trials: Floats, alpha: Floats, beta: Floats) -> Floats:
-    """[N], of one order of so many right ones among the trials, whose probability has a Beta distribution. All [N]."""
+    """Log-likelihood [N] of one ordering of ``right`` successes among ``trials``; the probability has a Beta
+    distribution."""
     before = np.arange(int(trials.max(initial=0.0)))
 
     def rising(start: Floats, length: Floats) -> Floats:

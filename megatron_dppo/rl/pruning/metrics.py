@@ -1,4 +1,4 @@
-"""What pruning did to a step: ``prune/…`` for the log, and the census of its completions for the pictures."""
+"""Metrics of a step's pruning: ``prune/…`` for the log, and the census of completions for the pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PER_DEVIATION = 2
 PER_OCTAVE_OF_LENGTH = 4
 PER_OCTAVE_OF_SCORE = 2
 WIDEST_SCORE = 4
-"""Octaves to either side of the median score. What lies beyond is counted with the last."""
+"""Octaves to either side of the median score. Scores beyond are counted with the last."""
 
 
 def prune_metrics(

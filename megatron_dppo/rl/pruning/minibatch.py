@@ -46,7 +46,7 @@ class Pruned:
     normaliser: float
     """Z"""
     magnitude: Floats
-    """Of the advantages of a completion's tokens, see :func:`magnitudes`; |A| without a teacher."""
+    """Size of a completion's token advantages, see :func:`magnitudes`; |A| without a teacher."""
 
 
 def prune_minibatch(
@@ -120,7 +120,7 @@ def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
 def completion_candidates(
     part: StepMetadata, config: Config, objective: Objective, segments: Floats
 ) -> CompletionCandidates:
-    """What a rule may know of a minibatch's completions, whose segments have the advantages ``segments``."""
+    """Candidates of a minibatch for a rule; ``segments`` are the advantages of their segments."""
     advantage, prompt_inclusion = completion_advantages(part, segments), part.prompt_inclusion[:, None]
     c = coefficient(objective.aggregation, part.sampled_lengths)
     rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)
