@@ -37,7 +37,7 @@ from megatron_dppo.rollout.tree import unique_tokens
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank tells the others of its share."""
+    """Metadata and counts of one rank's share."""
 
     metadata: StepMetadata
     raw_reward: float
@@ -58,9 +58,9 @@ class Round:
     replaced."""
 
     groups: Sequence[Group]
-    """Of this rank."""
+    """Groups of this rank."""
     parts: Sequence[_Part]
-    """Of all ranks, in their order."""
+    """Parts of all ranks, in their order."""
     window: float
     """The candidates that the round's prompts stand for."""
 

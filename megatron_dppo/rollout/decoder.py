@@ -230,7 +230,7 @@ def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Rows leave a batch: the last of those that stay move into the places of those that go.
+    """Rows leave a batch: surviving tail rows fill the freed places.
 
     Only as many rows are copied as leave, so that it pays at once, even for a single row.
     """

@@ -25,7 +25,7 @@ from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Entropies, Stem, wants_entropies
 
 Part = tuple[Completion, Entropies | None]
-"""What was decoded after a stem, and where they are asked for the entropies of its tokens."""
+"""Completion decoded after a stem, and its tokens' entropies if they are requested."""
 PREFILL_TOKENS = 16384
 """Most tokens of stems that are read at once, padding included."""
 ROUND = {"cpu": 1, "cuda": 16}

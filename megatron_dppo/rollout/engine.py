@@ -1,4 +1,4 @@
-"""What a generating engine does for the trainer. ``local`` is one; servers behind HTTP are the others."""
+"""Interface of a generating engine. ``local`` is one; servers behind HTTP are the others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Sampling:
     seed: int
     """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be seeded."""
     routing: RoutingShape | None = None
-    """Of what the engine is to say about its choice of experts; None: nothing."""
+    """Shape of the routing that the engine reports; None: no routing."""
     branches: tuple[BranchConfig, ...] = ()
     """Where completions fork, level by level: the ``samples`` are then the leaves of a tree (see ``rollout/tree.py``).
     Empty: each is sampled by itself."""
@@ -104,8 +104,8 @@ class RolloutEngine(Protocol[Pending]):
         return None
 
     def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> Pending:
-        """As ``begin``, from where this or another engine was broken off. One that begins all of it anew is right, too:
-        it is those alone that were not finished which must not be."""
+        """Resume partial rollouts of this or another engine, as ``begin``. Restarting all of them is right, too; never
+        restart only the unfinished ones."""
         return self.begin(prompts, sampling)
 
     def pause(self) -> None:
@@ -136,8 +136,8 @@ class RolloutEngine(Protocol[Pending]):
         ...
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """What happened since the last call: ``rollout/…`` and ``perf/…`` metrics, the same on every rank, and words
-        for the log. Collective."""
+        """Events since the last call: ``rollout/…`` and ``perf/…`` metrics, the same on every rank, and messages for
+        the log. Collective."""
         ...
 
     def close(self) -> None:

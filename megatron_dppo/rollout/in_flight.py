@@ -51,9 +51,9 @@ def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) ->
 
 
 def read_in_flight(place: Path, pool: Sequence[Prompt], world: World, step: int) -> list[StepRollouts]:
-    """What a checkpoint holds of the next steps, in their order. Collective.
+    """Read a checkpoint's rollouts of the next steps, in their order. Collective.
 
-    Ranks keep their groups where there are as many of them as there were; else every rank takes each n-th.
+    If the number of ranks is unchanged, ranks keep their groups; else every rank takes each n-th.
 
     Args:
         place: the checkpoint.
@@ -142,7 +142,7 @@ def _parts(so_far: Progress) -> dict[str, np.ndarray]:
 
 
 def _so_far(stored: dict[str, Any], share: set[int]) -> Progress:
-    """What a file of ``_parts`` has of some prompts, by their ids."""
+    """Partial rollouts of some prompts, by their ids, from a file of ``_parts``."""
     found: dict[int, list[SoFar]] = {}
     completions = _completions(stored, stored["places"][:, 2])
     for (prompt, slot, _, ended), completion in zip(stored["places"].tolist(), completions, strict=True):

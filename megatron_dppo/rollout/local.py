@@ -27,7 +27,7 @@ from megatron_dppo.rollout.tree import Stem, TreePath, forks_of, grown, leaves_o
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What came of asking: the groups, or why there are none."""
+    """Result of a request: the groups, or the reason for their absence."""
 
     groups: Completions
     failure: Exception | None = None
@@ -115,7 +115,7 @@ class LocalEngine(RolloutEngine[Generated]):
         self._version = version
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Generated:
-        """See the protocol. The same call gives the same bits. What fails here is raised by ``finish``."""
+        """See the protocol. The same call gives the same bits. Failures are raised by ``finish``."""
         return self._attempt(prompts, sampling, self._conversations)
 
     def finish(self, pending: Generated, look: Look | None = None) -> Completions:
@@ -182,7 +182,7 @@ class LocalEngine(RolloutEngine[Generated]):
 
 
 def _weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What is to be filled, under the stream's names.
+    """Parameters to fill, under the stream's names.
 
     Tied embeddings are one parameter here, under the name of the embedding. The experts of a layer are two parameters,
     of which each expert's tensors are views.

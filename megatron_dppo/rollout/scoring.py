@@ -20,7 +20,7 @@ from megatron_dppo.rollout.engine import Completions
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """What a rank tells of scoring that failed."""
+    """Scoring failures of one rank."""
 
     timeouts: int
     errors: int
@@ -64,7 +64,7 @@ class GroupScoring:
     def look(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
         """Take groups that are complete, and go on with those that are there; waits for nothing.
 
-        What fails here is raised by ``finish``: ranks that wait for rollouts must not miss one another.
+        Failures are raised by ``finish``: ranks that wait for rollouts must not miss one another.
         """
         if self._failure is not None:
             return False

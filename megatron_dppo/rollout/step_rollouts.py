@@ -31,7 +31,7 @@ class Collected:
     held: dict[int, Group]
     """The groups whose tokens this rank has, by row of ``metadata``."""
     metadata: StepMetadata
-    """Of all ranks."""
+    """Metadata of all ranks."""
     metrics: dict[str, float]
     """``rollout/…`` and ``reward/…``, the same on every rank."""
     notes: tuple[str, ...]
@@ -39,7 +39,7 @@ class Collected:
 
 @dataclass(slots=True)
 class StepRollouts:
-    """What a run has of a step's rollouts, seen from one rank.
+    """Rollouts of a step, seen from one rank.
 
         StepRollouts(Selection(...), step=4)
 
@@ -48,7 +48,7 @@ class StepRollouts:
     """
 
     selection: Selection
-    """Of all ranks."""
+    """Selection of all ranks."""
     step: int
     """That is to train on them."""
     partial: Progress | None = None

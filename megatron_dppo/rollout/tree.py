@@ -30,7 +30,7 @@ Entropies = NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True)
 class Stem:
-    """What some completions of a prompt begin with: its tokens, and after a fork those before the fork.
+    """Common start of some completions of a prompt: its tokens, and after a fork those before the fork.
 
     ``Stem(prompt, slots=(4, 6), prefix=…, forks=(20,))`` is to be continued twice after 20 tokens of a response; the
     continuations are leaf 4 and leaf 6, and stand for those after them too, as long as they do not fork themselves.
@@ -38,15 +38,15 @@ class Stem:
 
     prompt: Prompt
     slots: tuple[int, ...]
-    """Of each continuation."""
+    """Slot of each continuation."""
     prefix: Completion | None = None
     """None at the prompt itself."""
     entropies: Entropies | None = None
-    """Of the prefix; None where no fork asks for them."""
+    """Entropies of the prefix; None if no fork needs them."""
     forks: tuple[int, ...] = ()
-    """Of the path, level by level. The last one is the length of the prefix."""
+    """Forks of the path, by level. The last one is the length of the prefix."""
     weights: tuple[float, ...] = ()
-    """Of the path's branch at each of these forks; what is continued here counts the last one."""
+    """Weights of the path's branch at these forks; continuations here count the last one."""
     limit: int | None = None
     """Most tokens of each continuation; None: as many as are left of a response."""
 
@@ -141,7 +141,7 @@ def grown(stem: Stem, slot: int, part: Completion, entropies: Entropies | None, 
 
 
 def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Stem]:
-    """What is to be continued after the forks of a path, at all levels; its own part after each of them is there.
+    """Stems to continue after the forks of a path, at all levels; its own part after each fork exists.
 
     Args:
         path: that has ended.

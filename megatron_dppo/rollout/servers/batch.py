@@ -25,20 +25,20 @@ class PartialCompletion:
     """A completion of which some tokens are there."""
 
     stem: Stem
-    """What it began with."""
+    """Start of the completion."""
     slot: int
-    """Of the stem's."""
+    """Slot among the stem's."""
     parts: list[Completion] = field(default_factory=list)
-    """What servers gave after that, in order."""
+    """Continuations from servers, in order."""
     entropies: list[Entropies] = field(default_factory=list)
-    """Of the parts, where they are asked for."""
+    """Entropies of the parts, if requested."""
     server: ServerClient | None = None
-    """That gave the last part, or before there is one the stem, which is in its cache; None: no server has."""
+    """Server of the last part, or before any part the server whose cache holds the stem; None: no server."""
     ended: bool = False
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the prompt and of the response so far."""
+        """Tokens of the prompt and of the response so far."""
         return [*self.stem.token_ids.tolist(), *(token for part in self.parts for token in part.token_ids.tolist())]
 
     @property
@@ -66,7 +66,7 @@ class Batch:
         self.oldest = oldest
         """Version before which no token may be made from now on."""
         self.samples = [self._samples(index, (so_far or {}).get(p.id, ())) for index, p in enumerate(prompts)]
-        """Of each prompt what begins with it."""
+        """Completions that begin with each prompt."""
         self.broken_off = False
         """Whether no more of it is to be asked."""
         self.paths: list[list[TreePath]] = [[] for _ in prompts]

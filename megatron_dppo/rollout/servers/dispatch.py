@@ -114,7 +114,7 @@ class Dispatcher:
         return batch
 
     def ask_no_more(self, batches: Sequence[Batch]) -> None:
-        """Of these. What servers are at work on comes back yet."""
+        """Send no further requests. Those in flight still return."""
         for batch in batches:
             batch.broken_off = True
         self._http.run(self._let_go())

@@ -39,13 +39,13 @@ BREAK_OFF_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rank tells the others while it waits."""
+    """Progress of a rank, for all ranks while they wait."""
 
     unfinished: int
     lost: Mapping[str, str]
     error: Exception | None
     idle_s: float
-    """Since a prompt of this rank was finished, or the wait began."""
+    """Seconds since a prompt of this rank was finished, or the wait began."""
     late: str
     """The conversation that has been under way for ``run.late_s`` or longer; empty: none."""
 
@@ -105,7 +105,7 @@ class ServerEngine:
 
     @property
     def timings(self) -> Timings:
-        """Of the last update."""
+        """Timings of the last update."""
         return self._sync.timings
 
     @property
@@ -117,7 +117,7 @@ class ServerEngine:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
     def break_off(self, pending: Sequence[Batch]) -> list[Progress] | None:
-        """Conversations and trees are not: of a function's turns, and of forks, servers know nothing."""
+        """Not for conversations and trees: servers know nothing of a function's turns or of forks."""
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
         self._dispatcher.ask_no_more(pending)
@@ -218,7 +218,7 @@ class ServerEngine:
         self._checking, self._checked = None, time.monotonic()
 
         def look() -> dict[str, str] | None:
-            """What is wrong with servers; None once all have answered."""
+            """Problems of servers; None once all have answered."""
             for server in self.servers:
                 if server not in batches:
                     alone = self._new_dispatcher(attempts=1)
@@ -267,7 +267,7 @@ class ServerEngine:
         return _Report(batch.unfinished, lost, batch.error, idle, late)
 
     def _unhealthy(self, pool: Pool) -> dict[str, str]:
-        """What the leader's health checks have found since the last call. They run in the HTTP thread."""
+        """Findings of the leader's health checks since the last call. They run in the HTTP thread."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():
             checking, self._checking, self._checked = self._checking, None, time.monotonic()

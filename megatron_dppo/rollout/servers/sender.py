@@ -318,7 +318,7 @@ def address_towards(urls: Iterable[str]) -> str:
 
 
 def outcomes(replies: Mapping[str, Future[None]], timeout_s: float, *, refusals: bool = True) -> dict[str, str]:
-    """What went wrong at each server; nothing for those that did as they were told.
+    """Problems by server; none for servers that did as they were told.
 
     Args:
         replies: by URL.
@@ -359,7 +359,7 @@ def without_watchdog() -> Iterator[None]:
 
 
 def _now(call: Callable[[], T]) -> Future[T]:
-    """What a call returns or raises. Nothing that its frames refer to is kept."""
+    """Result or error of a call. Nothing that its frames refer to is kept."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
@@ -376,7 +376,7 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
 
 
 def _aside(call: Callable[[], T], name: str = "first byte") -> Future[T]:
-    """What a call will return or raise, from a thread that may be left behind."""
+    """Future result or error of a call, from a thread that may be left behind."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -29,7 +29,7 @@ from megatron_dppo.rollout.servers.launch import sync_folder
 from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
-"""What ``rollout.sync.bucket_mib`` is unless it is set, by where the weights are."""
+"""Defaults of ``rollout.sync.bucket_mib``, by the weights' device."""
 MAX_SHARD_BYTES = 5 * 2**30
 
 

@@ -52,7 +52,7 @@ class WorkerExtension:
 
 
 class Receiver:
-    """What one worker does with orders.
+    """One worker's handlers of orders.
 
     The order of an update is: ``begin``, any number of ``update_from_distributed`` (or one ``update_from_disk``),
     ``end``. An update that failed half-way is ended by ``abandon``, or by the next ``begin``.
