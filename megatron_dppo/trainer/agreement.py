@@ -1,6 +1,6 @@
 """Law 5: after a sync, the log-probabilities of what generates are the actor's, and its tokens say so by their version.
 
-What generates is held against the trainer here: how far the two may be apart, and what is kept as evidence if they are
+The engine is compared with the trainer here: how far the two may be apart, and what is kept as evidence if they are
 further. Needs no torch to be imported: a report reads the limits.
 """
 
@@ -35,7 +35,7 @@ MAX_PROB_ERROR = {"fp32": 1.001, "bf16": 1.2}
 MOST_COMPLETIONS = 8
 """How many completions, the worst ones, are kept as evidence."""
 PROMPTS, SAMPLES, MAX_TOKENS = 4, 2, 32
-"""What every server is asked: so many prompts, of so many completions, of so many tokens each."""
+"""Request to every server: number of prompts, completions of each prompt, tokens of each completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Compared:
     """A completion with the L tokens that both have scored."""
 
     source: str
-    """What generated it."""
+    """Engine or server that generated it."""
     prompt_ids: NDArray[np.integer]
     """[P]"""
     response_ids: NDArray[np.integer]
@@ -53,7 +53,7 @@ class Compared:
     engine: NDArray[np.float32]
     """[L]"""
     versions: tuple[int, ...]
-    """Of the weights that generated it."""
+    """Versions of the weights that generated it."""
     routing: Routing | None = None
     """As its completion has it."""
 
@@ -202,7 +202,7 @@ def check_agreement(
 def _answers(
     policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], version: int
 ) -> list[Compared]:
-    """What every server answers to the same prompts, not yet scored by the actor."""
+    """Completions of every server for the same prompts, not yet scored by the actor."""
     from megatron_dppo.rollout.engine import Sampling  # imports torch
 
     config = policy.config

@@ -285,7 +285,7 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
 
 
 def _adapters(actor: Actor) -> LoraConfig | None:
-    """What is in a checkpoint instead of the whole policy."""
+    """Adapters stored in a checkpoint instead of the whole policy."""
     lora = actor.chunks[0].lora
     return lora if lora.rank else None
 

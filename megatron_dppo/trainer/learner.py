@@ -49,7 +49,7 @@ def bound_of_weights(config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a step's updates did; the same on every rank."""
+    """Result of a step's updates; the same on every rank."""
 
     updated: bool
     """False where the plan kept nothing: no weight has moved."""
@@ -62,9 +62,9 @@ class PolicyLoss:
 
     Args:
         version: of the weights that the step starts from: what they have generated, the trainer has to agree with.
-        distillation_coef: what a token's divergence from its teacher is multiplied by, where it has one. Where the
-            teacher is a server, log q/p of the token that was sampled, times this, is added to its advantage: q is the
-            teacher's probability, p that of the policy as it is now, a constant to the gradient.
+        distillation_coef: weight of a token's divergence from its teacher. If the teacher is a server,
+            distillation_coef · log q/p of the sampled token is added to its advantage: q is the teacher's probability,
+            p the current policy's, a constant to the gradient.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ class Learner:
         return [Microbatch(*parts) for parts in zip(packs, old, reference, chosen, taught, strict=True)]
 
     def _heads(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[tuple[TeacherHead, ...]]:
-        """What the teachers say of each pack. One after the other reads the packs in which any of its sequences are, on
-        this replica or on another, with which it may share experts."""
+        """Teachers' heads for each pack. One after the other reads the packs in which any of its sequences are, on this
+        replica or on another, with which it may share experts."""
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
         teacher_of = minibatch.samples.teacher
         of_replicas = [[teacher_of[np.array(rows, np.int64)] for rows in replica] for replica in minibatch.packs]

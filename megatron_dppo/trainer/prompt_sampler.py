@@ -36,7 +36,7 @@ class SourceOrder:
         """
         Args:
             number: of the source.
-            first: id of its first prompt, which those of the others follow.
+            first: id of its first prompt; ids are consecutive from here.
             size: prompts that it has.
             seed: seed of the permutations.
         """
@@ -165,7 +165,7 @@ def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_p
 
 
 class PromptSampler:
-    """The data order and what is known of prompts. Of a step it learns after the step's plan is made."""
+    """The data order and the prompts' reward history. It learns of a step after the step's plan is made."""
 
     def __init__(self, config: Config, pool: PromptPool) -> None:
         """

@@ -72,7 +72,7 @@ RULES: Mapping[str, Rule] = {
     "probe.": "free",
     "cluster.": "free",
 }
-"""What a resume may change, by the beginnings of settings' names, of which the longest decides.
+"""Rules for changes at a resume, by the beginnings of settings' names, of which the longest decides.
 
 - ``kept``: decides what a result is a result of, and changes with ``run.resume=anyway`` alone.
 - ``free``: how long, how fast and where.
@@ -80,9 +80,9 @@ RULES: Mapping[str, Rule] = {
   optimizer's state do not fit. It refuses another cut by ``layout.`` as well if ``optimizer.checkpoint_format`` was
   dp_reshardable."""
 PROMPTS = ("data.", "run.seed", *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES))
-"""What the order of the prompts depends on, and what is known of each of them."""
+"""Settings and files that decide the order of the prompts and each prompt's history."""
 PLACES = ("model.path", "model.checkpoint", "loss.distillation.teacher", "data.train", "data.rollouts", "data.eval")
-"""What settings begin with that name files and folders, which have several names."""
+"""Beginnings of settings that name files and folders, which have several names."""
 OF_THE_START = ("run.dir", "run.resume")
 """Settings that say nothing of a step."""
 
@@ -100,7 +100,7 @@ class Change:
     """A setting that is another one than before, or a file of the same name with other content."""
 
     key: str
-    """Of a setting; or of a file, as :func:`fingerprints` names it."""
+    """Name of a setting; or of a file, as :func:`fingerprints` names it."""
     before: Any
     now: Any
 
@@ -206,8 +206,8 @@ def check_resume(config: Config, given: Mapping[str, str | None] | None = None) 
 
 
 def record(folder: Path, step: int, config: Config) -> None:
-    """Write down that the steps after ``step`` are taken by these settings. What was in force for steps that are taken
-    again is forgotten."""
+    """Write down that the steps after ``step`` are taken by these settings. Settings of steps that are taken
+    again are forgotten."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
     now = flat(config)
     if not entries or changes(entries[-1].settings, now):

@@ -1,4 +1,4 @@
-"""What the leader of a run prints and writes: console, metrics, answers, summary, pictures. Other ranks do neither."""
+"""Output of rank 0: console, metrics, answers, summary, pictures. Other ranks print and write nothing."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class RunLogger:
 
 
 def _bias_of_others(config: Config) -> Iterator[str]:
-    """What tokens that this policy has not made do to the gradient."""
+    """Biases of the gradient by tokens that this policy has not generated."""
     which, bound = config.loss.tis_level, bound_of_weights(config)
     before = "" if which == "sequence" else ", and no weight corrects for the tokens before it"
     weight = f"its {which}'s probability now over that when it was made, {bound}"
