@@ -118,7 +118,7 @@ def _answer(
 
 
 def _rows(problem: Problem, found: Answered, index: int) -> list[AnswerRow]:
-    """What ``answers.jsonl`` says of one problem: a line for each answer."""
+    """Lines of ``answers.jsonl`` for one problem, one for each answer."""
     return [
         {
             "benchmark": problem.name,

@@ -142,7 +142,7 @@ class Trainer:
         self.logger.finish(self.guard.best)
 
     def _show(self) -> None:
-        """What a run has come to that was at its end already. Nothing is written but what a kill has left out."""
+        """Show the final result of a finished run, and write only files that a kill has left out."""
         exported, tracker = self.folder / "hf" / "config.json", self.folder / "checkpoints" / TRACKER
         due = partial(_is_older, exported, tracker)
         if self.config.run.export and self.world.from_leader(due):
@@ -241,8 +241,8 @@ class Trainer:
                 self.logger.write(0)
 
     def save(self) -> None:
-        """Write a checkpoint. Rollouts in flight are part of it as far as they are, and go on at once. Begun anew after
-        it, those that are short would be favoured: a batch is rarely unfinished without a long completion."""
+        """Write a checkpoint. Partial rollouts are part of it, and resume at once. Restarting them would favour short
+        completions: a batch is rarely unfinished without a long completion."""
         under_way = [rollouts for rollouts in self.queue if rollouts.under_way]
         broken_off = self.collector.break_off(under_way)
         for rollouts in under_way:

@@ -194,7 +194,7 @@ class Evaluator:
         check_failures(self._config.reward, found, of_all)
 
     def _share(self, indices: Sequence[int], answers: Answers, verifier: str, keep: int) -> Answered:
-        """What this rank tells the others of its problems."""
+        """Answers of this rank's problems, for all ranks."""
         tags = self._config.reward.thinking_tags
         groups = [
             [_answer(*each, prompt.text, tags) for each in zip(completions, texts, scores, strict=True)]

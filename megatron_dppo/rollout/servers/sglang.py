@@ -9,7 +9,7 @@ Properties of SGLang:
   its own.
 - ``ignore_eos`` would switch every stop token off. So the model's own end-of-sequence tokens stop a completion, whether
   they were asked for or not.
-- A request has the adapter that its name stood for when it was let in, to its end. A paused request is let in afterwards.
+- A request has the adapter that its name stood for when it was let in, to its end. A paused request is let in later.
   So the adapter always has the same name, and is replaced while nothing runs. Unloading waits for whatever has it.
 """
 
