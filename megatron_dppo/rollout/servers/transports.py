@@ -173,7 +173,7 @@ class Disk:
             raise UserError("rollout.sync.folder", self._folder, f"cannot be written ({failure})", remedy)
 
 
-class Adapters:
+class AdapterTransport:
     """The leader sends the adapters to each server in one request. The rest of the policy is there already."""
 
     def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
@@ -200,7 +200,7 @@ def open_transport(
     """The transport that ``rollout.sync`` names. See :class:`Collective` for ``run`` and ``our_nccl``."""
     sync = config.rollout.sync
     if sync.adapter and config.rollout.engine == "sglang":
-        return Adapters(http, world, shape=shape, model=config.model)
+        return AdapterTransport(http, world, shape=shape, model=config.model)
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective" and not sync.adapter:
         return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
