@@ -123,7 +123,7 @@ class Collective:
         return sent
 
 
-class Disk:
+class DiskTransport:
     """The leader writes a directory, which servers on the same file system load: the policy, or adapters for PEFT."""
 
     def __init__(
@@ -205,7 +205,7 @@ def open_transport(
     if sync.transport == "collective" and not sync.adapter:
         return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
     folder = sync_folder(config)
-    return Disk(http, world, shape=shape, model=config.model, folder=folder, adapter=sync.adapter)
+    return DiskTransport(http, world, shape=shape, model=config.model, folder=folder, adapter=sync.adapter)
 
 
 def _by_stage(world: World, attempt: Callable[[], int]) -> int:
