@@ -28,7 +28,7 @@ from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.nccl import loaded
-from megatron_dppo.rollout.servers.pool import CLIENTS, Pool, Server
+from megatron_dppo.rollout.servers.pool import CLIENTS, Server, ServerPool
 from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
@@ -87,10 +87,10 @@ class ServerEngine:
             self._conversations = conversations
             if conversations is not None:
                 opened.callback(conversations.close)
-            self._pool: Pool | None = None
+            self._pool: ServerPool | None = None
             if world.leads:
                 architecture, secret = shape.architecture, self.secret
-                self._pool = Pool(
+                self._pool = ServerPool(
                     config, self._http, architecture=architecture, secret=secret, say=say, our_nccl=our_nccl
                 )
                 opened.callback(self._pool.close)
@@ -109,7 +109,7 @@ class ServerEngine:
         return self._sync.timings
 
     @property
-    def _leaders_pool(self) -> Pool:
+    def _leaders_pool(self) -> ServerPool:
         assert self._pool is not None, "only the leader has a pool"
         return self._pool
 
@@ -266,7 +266,7 @@ class ServerEngine:
         late = self._conversations.late(self._config.run.late_s) if self._conversations is not None else ""
         return _Report(batch.unfinished, lost, batch.error, idle, late)
 
-    def _unhealthy(self, pool: Pool) -> dict[str, str]:
+    def _unhealthy(self, pool: ServerPool) -> dict[str, str]:
         """Findings of the leader's health checks since the last call. They run in the HTTP thread."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():

@@ -69,7 +69,7 @@ class Server:
         return cls(client.url, client.ranks, client.seeded, process, life)
 
 
-class Pool:
+class ServerPool:
     """Every server of a run. Made and used on the leader alone.
 
     Args:
