@@ -31,7 +31,7 @@ from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.environment import check_turns
-from megatron_dppo.rollout.scoring import Answers, Failures, check_failures, together
+from megatron_dppo.rollout.scoring import Failures, ScoredCompletions, check_failures, together
 
 MATH = "math"
 """The verifier that can also tell whether two answers without their texts are the same."""
@@ -193,7 +193,7 @@ class Evaluator:
         """
         check_failures(self._config.reward, found, of_all)
 
-    def _share(self, indices: Sequence[int], answers: Answers, verifier: str, keep: int) -> Answered:
+    def _share(self, indices: Sequence[int], answers: ScoredCompletions, verifier: str, keep: int) -> Answered:
         """Answers of this rank's problems, for all ranks."""
         tags = self._config.reward.thinking_tags
         groups = [

@@ -29,7 +29,7 @@ from megatron_dppo.rl.sequences import check_sequences, longest_response
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Progress, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
-from megatron_dppo.rollout.scoring import Answers, Failures, GroupScoring, check_failures
+from megatron_dppo.rollout.scoring import Failures, GroupScoring, ScoredCompletions, check_failures
 from megatron_dppo.rollout.step_rollouts import Collected, Request, StepRollouts
 from megatron_dppo.rollout.teachers import Reading, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
@@ -123,7 +123,9 @@ class Collector:
         selection, requested = rollouts.selection, rollouts.requested
         assert requested is not None
         total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
-        answers = self._read(requested) if isinstance(requested, Answers) else self.answers(requested, of_all=total)
+        answers = (
+            self._read(requested) if isinstance(requested, ScoredCompletions) else self.answers(requested, of_all=total)
+        )
         rollout = self._config.rollout
         if rollout.conversation or rollout.custom_generate or rollout.engine_function:  # others make one sequence
             look = partial(check_sequences, self._config, answers.prompts, answers.completions)
@@ -188,7 +190,7 @@ class Collector:
             return Request(prompts, self._engine.go_on(prompts, sampling, progress))
         return Request(prompts, self._engine.begin(prompts, sampling))
 
-    def answers(self, asked: Request, *, of_all: int) -> Answers:
+    def answers(self, asked: Request, *, of_all: int) -> ScoredCompletions:
         """Wait for the completions of this rank's prompts, and have them scored, and read, as they come. Collective.
 
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
@@ -211,14 +213,14 @@ class Collector:
             raise
         return self._read(self._world.together(lambda: scoring.finish(completions), what="scores"), reading)
 
-    def _read(self, answers: Answers, begun: Reading | None = None) -> Answers:
+    def _read(self, answers: ScoredCompletions, begun: Reading | None = None) -> ScoredCompletions:
         """The answers as their teachers have read them; what has been ``begun`` of that is gone on with. Collective."""
         if self._teachers is None:
             return answers
         reading = begun or Reading(self._teachers, answers.prompts)
         return replace(answers, completions=reading.finish(answers.completions, self._world))
 
-    def _check_routing(self, answers: Answers) -> None:
+    def _check_routing(self, answers: ScoredCompletions) -> None:
         """Only a conversation that puts its completion together by itself can leave it out."""
         if any(completion.routing is None for group in answers.completions for completion in group):
             rollout = self._config.rollout
@@ -226,7 +228,7 @@ class Collector:
             remedy = f"Have {rollout.conversation or rollout.engine} return its turns as client.generate returned them"
             raise UserError("loss.replay_routing", self._config.loss.replay_routing, problem, remedy)
 
-    def _check_forks(self, answers: Answers) -> None:
+    def _check_forks(self, answers: ScoredCompletions) -> None:
         """Only an engine that does not know of trees leaves them out."""
         rollout = self._config.rollout
         levels = len(rollout.tree.branches)
@@ -235,7 +237,7 @@ class Collector:
             remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
-    def _check_roles(self, answers: Answers) -> None:
+    def _check_roles(self, answers: ScoredCompletions) -> None:
         roles, function = self._config.rollout.roles, self._config.reward.function
         if any(completion.roles is None for group in answers.completions for completion in group):
             problem = "want to know who said what, and a completion came without"
@@ -245,7 +247,7 @@ class Collector:
             problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
             raise UserError("reward.function", function, problem, "Call roles as they are called there")
 
-    def _share(self, answers: Answers, inclusions: Floats) -> tuple[list[Group], _Part]:
+    def _share(self, answers: ScoredCompletions, inclusions: Floats) -> tuple[list[Group], _Part]:
         rollout = self._config.rollout
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         of_roles: list[Floats] = []
@@ -318,10 +320,10 @@ class Collector:
         }
 
 
-def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> Answers:
+def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> ScoredCompletions:
     groups = [offline[prompt.id] for prompt in prompts]
     scores: list[list[Score | None]] = [list(group.scores) for group in groups]
-    return Answers(prompts, [group.completions for group in groups], [], scores, Failures(0, 0, ()))
+    return ScoredCompletions(prompts, [group.completions for group in groups], [], scores, Failures(0, 0, ()))
 
 
 def _window_left(window: int, parts: Sequence[_Part]) -> float:

@@ -29,7 +29,7 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ScoredCompletions:
     """One rank's completions with what the verifier said of them, of P prompts."""
 
     prompts: Sequence[Prompt]
@@ -76,7 +76,7 @@ class GroupScoring:
             self._failure = error
             return False
 
-    def finish(self, completions: Completions) -> Answers:
+    def finish(self, completions: Completions) -> ScoredCompletions:
         """Score what is left.
 
         Args:
@@ -94,7 +94,7 @@ class GroupScoring:
         given = iter(scored.scores)
         scores = {place: [next(given) for _ in texts] for place, texts in self._texts.items()}
         places = range(len(completions))
-        return Answers(
+        return ScoredCompletions(
             self._prompts,
             completions,
             [self._texts[place] for place in places],

@@ -12,7 +12,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.rl.sequences import check_settings
 from megatron_dppo.rl.types import Group, Prompt, Selection, StepMetadata
 from megatron_dppo.rollout.engine import Progress
-from megatron_dppo.rollout.scoring import Answers
+from megatron_dppo.rollout.scoring import ScoredCompletions
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class StepRollouts:
     """That is to train on them."""
     partial: Progress | None = None
     """How far this rank's prompts were when they were broken off."""
-    requested: Request | Answers | None = None
+    requested: Request | ScoredCompletions | None = None
     """This rank's share; offline rollouts are answers already."""
     complete: Collected | None = None
 
