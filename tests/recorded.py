@@ -10,7 +10,7 @@ from unittest import mock
 
 from megatron_dppo.config import Config
 from megatron_dppo.rl.types import Completion, StepPlan
-from megatron_dppo.rollout.servers.batch import Batch
+from megatron_dppo.rollout.servers.batch import RequestBatch
 from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
 from megatron_dppo.train import Trainer, train
 from tests.ledger import LEDGER, Groups
@@ -21,20 +21,20 @@ class Recorded(Trainer):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        request, answered = self.collector.request, Batch.prompt_ended
+        request, answered = self.collector.request, RequestBatch.prompt_ended
 
         def asked(pool: Any, rollouts: StepRollouts, again: int = 0) -> StepRollouts:
             if rollouts.partial is None:  # else what was broken off goes on
                 self.note("asked", step=rollouts.step, prompts=rollouts.selection.prompt_ids.tolist())
             return request(pool, rollouts, again)
 
-        def was_answered(batch: Batch, index: int) -> None:
+        def was_answered(batch: RequestBatch, index: int) -> None:
             if batch.sampling.samples == self.config.rollout.samples_per_prompt:  # else it is no rollout
                 self.note("answered", prompt=batch.prompts[index].id)
             answered(batch, index)
 
         self.collector.request = asked  # type: ignore[method-assign]
-        Batch.prompt_ended = was_answered  # type: ignore[method-assign]
+        RequestBatch.prompt_ended = was_answered  # type: ignore[method-assign]
         self.note("began", step=self.step, in_flight=self._in_flight())
 
     def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
@@ -76,6 +76,6 @@ def job(config: Config) -> None:
     """What each rank of such a run does."""
     with (
         mock.patch("megatron_dppo.train.Trainer", Recorded),
-        mock.patch.object(Batch, "prompt_ended", Batch.prompt_ended),
+        mock.patch.object(RequestBatch, "prompt_ended", RequestBatch.prompt_ended),
     ):
         train(config)

@@ -56,7 +56,7 @@ class PartialCompletion:
         return grown(self.stem, self.slot, joined(self.parts), entropies, branches)
 
 
-class Batch:
+class RequestBatch:
     """Prompts under way. The main thread waits for it, and reads how far it is."""
 
     def __init__(
@@ -149,7 +149,7 @@ def alike_so_far(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialC
     return [*([fresh] if fresh else []), *([sample] for sample in samples if not sample.fresh)]
 
 
-def wait(batch: Batch, seconds: float, look: Look | None) -> None:
+def wait(batch: RequestBatch, seconds: float, look: Look | None) -> None:
     """Until a batch is over and nobody is at work on its groups, for so long at most."""
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0.0:

@@ -20,7 +20,7 @@ from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Completions, Look, Progress, Sampling, WeightSource
-from megatron_dppo.rollout.servers.batch import Batch, wait
+from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.custom import conversations_of
@@ -113,10 +113,10 @@ class ServerEngine:
         assert self._pool is not None, "only the leader has a pool"
         return self._pool
 
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> RequestBatch:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
-    def break_off(self, pending: Sequence[Batch]) -> list[Progress] | None:
+    def break_off(self, pending: Sequence[RequestBatch]) -> list[Progress] | None:
         """Not for conversations and trees: servers know nothing of a function's turns or of forks."""
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
@@ -128,11 +128,11 @@ class ServerEngine:
         self.resume()
         return progress
 
-    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> Batch:
+    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> RequestBatch:
         known = None if self._conversations is not None or sampling.branches else so_far
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
-    def finish(self, pending: Batch, look: Look | None = None) -> Completions:
+    def finish(self, pending: RequestBatch, look: Look | None = None) -> Completions:
         """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at least once a second.
 
         Raises:
@@ -214,7 +214,7 @@ class ServerEngine:
         Raises:
             UserError: on every rank, if no server is left, and none comes back.
         """
-        batches: dict[Server, Batch] = {}
+        batches: dict[Server, RequestBatch] = {}
         self._checking, self._checked = None, time.monotonic()
 
         def look() -> dict[str, str] | None:
@@ -258,7 +258,7 @@ class ServerEngine:
     def close(self) -> None:
         self._opened.close()
 
-    def _report(self, batch: Batch, began: float) -> _Report:
+    def _report(self, batch: RequestBatch, began: float) -> _Report:
         lost = self._dispatcher.take_lost()
         if self._pool is not None:
             lost = {**self._unhealthy(self._pool), **lost}
