@@ -53,7 +53,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RolloutBatch:
     """The rollouts of one selection, seen from one rank. A step has several where prompts that are of no use are
     replaced."""
 
@@ -114,7 +114,7 @@ class Collector:
             rollouts.partial, rollouts.requested = so_far, None
         return progress is not None
 
-    def finish(self, rollouts: StepRollouts) -> Round:
+    def finish(self, rollouts: StepRollouts) -> RolloutBatch:
         """Wait for what was requested, and score it. Collective.
 
         Raises:
@@ -139,9 +139,9 @@ class Collector:
         groups, part = self._share(answers, selection.inclusion[self._mine(selection)])
         parts = self._world.gather(part)
         check_failures(self._config.reward, [each.failures for each in parts], total)
-        return Round(groups, parts, _window_left(selection.window, parts))
+        return RolloutBatch(groups, parts, _window_left(selection.window, parts))
 
-    def collected(self, rounds: Sequence[Round]) -> Collected:
+    def collected(self, rounds: Sequence[RolloutBatch]) -> Collected:
         """All that a step has rolled out, with its metrics. Not collective."""
         groups = [group for each in rounds for group in each.groups]
         parts = [part for each in rounds for part in each.parts]
