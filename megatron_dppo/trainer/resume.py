@@ -88,7 +88,7 @@ OF_THE_START = ("run.dir", "run.resume")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SettingsRecord:
     """Settings, and after how many steps they came into force."""
 
     step: int
@@ -128,7 +128,7 @@ def flat(config: Config) -> dict[str, Any]:
     return dict(json.loads(json.dumps(dict(config.leaves()), default=dict)))
 
 
-def read_history(folder: Path) -> list[Entry]:
+def read_history(folder: Path) -> list[SettingsRecord]:
     """The settings of a run's steps, oldest first. A run of an older version has left its last ones alone."""
     try:
         lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -141,7 +141,7 @@ def read_history(folder: Path) -> list[Entry]:
         tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, ten times as fast
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    return [Entry(0, dict(flattened(tree)))] if isinstance(tree, dict) else []
+    return [SettingsRecord(0, dict(flattened(tree)))] if isinstance(tree, dict) else []
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
@@ -211,7 +211,7 @@ def record(folder: Path, step: int, config: Config) -> None:
     entries = [entry for entry in read_history(folder) if entry.step < step]
     now = flat(config)
     if not entries or changes(entries[-1].settings, now):
-        entries.append(Entry(step if entries else 0, now))
+        entries.append(SettingsRecord(step if entries else 0, now))
     lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
     private = bool(config.rollout.launch.env or config.data.verifiers.arguments)  # which may hold keys
     for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
@@ -240,10 +240,10 @@ def record_warm_up(out: Path, config: Config) -> None:
     replace_text(out / WARM_UP, json.dumps(flat(config), indent=2) + "\n")
 
 
-def _entry(line: str) -> Entry | None:
+def _entry(line: str) -> SettingsRecord | None:
     try:
         row = json.loads(line)
-        return Entry(int(row["step"]), dict(row["settings"]))
+        return SettingsRecord(int(row["step"]), dict(row["settings"]))
     except (ValueError, KeyError, TypeError):
         return None
 
