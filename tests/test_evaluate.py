@@ -12,7 +12,7 @@ from megatron_dppo.config import Config, EvalConfig, replace
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluate import Evaluation, Shown, evaluate, read_answers, record_answers
+from megatron_dppo.evaluation.evaluate import HeldOutScores, Shown, evaluate, read_answers, record_answers
 from megatron_dppo.evaluation.evaluator import Evaluator, Problem
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -66,7 +66,7 @@ def evaluated(
     samples: int = 1,
     max_failures: float = 1.0,
     workers: RewardWorkers | None = None,
-) -> tuple[Evaluation, ScriptedEngine]:
+) -> tuple[HeldOutScores, ScriptedEngine]:
     """The evaluation of prompts that are answered so, in their order, and the engine that answered them."""
     config = replace(collect_config(max_failures=max_failures), eval=EvalConfig(samples=samples, show=show))
     evaluator, engine = evaluator_of(tokenizer, answers, world_of(1, 0), config, workers)
@@ -130,7 +130,7 @@ def test_shown_are_the_first_answers_with_their_verdicts(tokenizer: Tokenizer) -
 def test_ranks_share_the_prompts_and_agree(tokenizer: Tokenizer) -> None:
     answers = ["score 1", "score 0", "raise odd", "raise even", "score 1"]
 
-    def on_a_rank(world: World) -> tuple[Evaluation, list[int]]:
+    def on_a_rank(world: World) -> tuple[HeldOutScores, list[int]]:
         evaluator, engine = evaluator_of(tokenizer, answers, world, collect_config())
         result = evaluate(evaluator, problems_of({"": pool_of(5)}), EvalConfig(show=3))
         return result, [prompt for prompts, _ in engine.asked for prompt in prompts]
@@ -149,7 +149,7 @@ def test_failures_may_all_be_one_ranks(tokenizer: Tokenizer) -> None:
     """A quarter of eight may fail; both that do are among the four of rank 0, which scores the rest all the same."""
     answers = ["raise it" if i in (0, 2) else "score 1" for i in range(8)]
 
-    def on_a_rank(world: World) -> Evaluation:
+    def on_a_rank(world: World) -> HeldOutScores:
         evaluator, _ = evaluator_of(tokenizer, answers, world, collect_config(max_failures=0.25))
         return evaluate(evaluator, problems_of({"": pool_of(8)}), EvalConfig())
 
@@ -173,7 +173,7 @@ def test_files_have_accuracies_of_their_own_and_count_alike_in_the_mean(tokenize
     prompts = pool_of(5)
     files = {"aime24": prompts[:3], "lost": prompts[3:4], "amc23": prompts[4:]}
 
-    def on_a_rank(world: World) -> Evaluation:
+    def on_a_rank(world: World) -> HeldOutScores:
         evaluator, _ = evaluator_of(tokenizer, answers, world, collect_config())
         return evaluate(evaluator, problems_of(files), EvalConfig())
 
@@ -233,8 +233,8 @@ def test_named_files_are_held_out_by_their_names(tokenizer: Tokenizer, tmp_path:
     assert pools() == {} == pools(f"data.eval={one}", "eval.problems=0")
 
 
-def answered(text: str) -> Evaluation:
-    return Evaluation({}, (Shown("1+1=", text, "2", text == "2"),), ())
+def answered(text: str) -> HeldOutScores:
+    return HeldOutScores({}, (Shown("1+1=", text, "2", text == "2"),), ())
 
 
 def test_recorded_answers_replace_those_of_the_same_or_a_later_step(tmp_path: Path) -> None:

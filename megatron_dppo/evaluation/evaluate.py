@@ -29,7 +29,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class HeldOutScores:
     """The scores of the answers to the held-out problems."""
 
     metrics: dict[str, float]
@@ -41,7 +41,7 @@ class Evaluation:
     """How many were asked, by name. The interval of an accuracy depends on it."""
 
 
-def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConfig) -> Evaluation:
+def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConfig) -> HeldOutScores:
     """Answer every problem. Collective. Rates are over the answers that could be scored.
 
     Args:
@@ -78,7 +78,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
         for problem, group in zip(problems[: config.show], found.answers, strict=False)
     ]
     counts = {name: len(of) for name, of in indices.items()}
-    return Evaluation(metrics, tuple(shown), found.failures.tracebacks, counts)
+    return HeldOutScores(metrics, tuple(shown), found.failures.tracebacks, counts)
 
 
 def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> dict[str, float]:
@@ -98,7 +98,7 @@ def _is_right(answer: Answer) -> float:
     return float("nan") if answer.score is None else float(answer.score.correct)
 
 
-def record_answers(run_dir: Path, step: int, evaluation: Evaluation) -> None:
+def record_answers(run_dir: Path, step: int, evaluation: HeldOutScores) -> None:
     """Append the shown answers to ``answers.jsonl``, in place of earlier ones of the same or a later step."""
     file = run_dir / "answers.jsonl"
     rows = [row for row in read_answers(run_dir) if row["step"] < step]

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import without_chat_marks
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluate import Evaluation, read_answers, record_answers
+from megatron_dppo.evaluation.evaluate import HeldOutScores, read_answers, record_answers
 from megatron_dppo.observe.console import Console, LengthGate
 from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
 from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
@@ -84,7 +84,7 @@ class RunLogger:
         for note in (*rollouts.notes, *plan.notes, *notes) if self._log else ():
             self._console.note(note)
 
-    def evaluated(self, step: int, evaluation: Evaluation, seconds: dict[str, float]) -> None:
+    def evaluated(self, step: int, evaluation: HeldOutScores, seconds: dict[str, float]) -> None:
         """Add an evaluation made after ``step`` steps."""
         self._row |= evaluation.metrics | seconds
         if self._log:
