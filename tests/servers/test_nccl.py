@@ -162,4 +162,4 @@ def test_a_given_vllm_that_would_split_the_group_off_its_own_is_told_how_to_star
     monkeypatch.setattr(group, "_get_default_group", lambda: SimpleNamespace(bound_device_id=torch.device("cuda:0")))
     places = {"host": "127.0.0.1", "port": 1, "rank": 1, "size": 2, "timeout_s": 1.0}
     with pytest.raises(RuntimeError, match="set VLLM_DISTRIBUTED_USE_SPLIT_GROUP=0"):
-        group.Group(name="weights", backend="nccl", device=torch.device("cuda:0"), **places)
+        group.ReceiverGroup(name="weights", backend="nccl", device=torch.device("cuda:0"), **places)

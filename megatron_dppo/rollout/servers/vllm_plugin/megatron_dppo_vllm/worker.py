@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megatron_dppo_vllm.group import Group
+from megatron_dppo_vllm.group import ReceiverGroup
 
 logger = init_logger("vllm.megatron_dppo")
 
@@ -59,7 +59,7 @@ class Receiver:
     """
 
     def __init__(self, worker: Any) -> None:
-        self._worker, self._groups = worker, dict[str, Group]()
+        self._worker, self._groups = worker, dict[str, ReceiverGroup]()
 
     def nccl(self) -> dict[str, str]:
         """The version that is loaded, ``{"nccl": "2.29.7"}``; {} without. No group has two."""
@@ -72,12 +72,12 @@ class Receiver:
 
         Args:
             offset: rank in the group of the server's first rank.
-            others: see :class:`Group`.
+            others: see :class:`ReceiverGroup`.
         """
         self.leave(name=name)
         rank = offset + self._rank
         device = self._worker.device if backend == "nccl" else torch.device("cpu")
-        self._groups[name] = Group(
+        self._groups[name] = ReceiverGroup(
             name=name, host=host, port=port, backend=backend, rank=rank, size=size, timeout_s=timeout_s, device=device
         )
 
