@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_dppo.data.tokenizer import without_chat_marks
 from megatron_dppo.report.parts import Folded, Note, Part, SampleAnswer, SampleAnswers, SampleProblem, Section, Table
-from megatron_dppo.report.run import Record, Run, default_of, is_number
+from megatron_dppo.report.run import Record, RunRecord, default_of, is_number
 from megatron_dppo.settings import settings, short
 
 MOST_EVALUATIONS = 12
@@ -24,7 +24,7 @@ SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(
 is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such names."""
 
 
-def sample_answers(runs: Sequence[Run]) -> Section:
+def sample_answers(runs: Sequence[RunRecord]) -> Section:
     """Problems in the order of the first run that was shown them."""
     found: dict[tuple[str, str], dict[int, list[SampleAnswer]]] = {}
     for run in runs:
@@ -43,7 +43,7 @@ def sample_answers(runs: Sequence[Run]) -> Section:
     return Section("answers", "Sample answers", lead, [SampleAnswers(problems, steps)] if problems else [], nothing)
 
 
-def benchmarks(runs: Sequence[Run]) -> Section:
+def benchmarks(runs: Sequence[RunRecord]) -> Section:
     """One table for each evaluation; a figure that a file does not hold is a dash."""
     parts: list[Part] = []
     for run in runs:
@@ -103,7 +103,7 @@ def _interval(found: Any, form: str = "{:.1%}") -> str:
     return f"{form.format(value)} ({form.format(low).rstrip('%')}–{form.format(high).rstrip('%')})"
 
 
-def options(runs: Sequence[Run]) -> Section:
+def options(runs: Sequence[RunRecord]) -> Section:
     """The settings that differ between several runs, or from the defaults in one run; then all settings of each run."""
     told = [run for run in runs if run.config]
     parts: list[Part] = []
