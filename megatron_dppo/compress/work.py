@@ -37,7 +37,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CompressionJob:
     """What is to be done, as it is known before weights are read."""
 
     chosen: argparse.Namespace
@@ -47,7 +47,7 @@ class Work:
     plan: FilePlan
 
     @classmethod
-    def of(cls, chosen: argparse.Namespace) -> Work:
+    def of(cls, chosen: argparse.Namespace) -> CompressionJob:
         """
         Raises:
             UserError: for what cannot be done to this policy.
