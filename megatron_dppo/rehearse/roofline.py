@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dppo.estimate.workload import Setup
-from megatron_dppo.rehearse.booking import Kernel
+from megatron_dppo.rehearse.booking import KernelLaunch
 
 PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
 """Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s), streaming kernels, and
@@ -49,7 +49,7 @@ class Cost:
         return Cost(*(mine + times * (theirs - mine) for mine, theirs in pairs))
 
 
-def costs(kernels: Sequence[Kernel], setup: Setup) -> dict[str, Cost]:
+def costs(kernels: Sequence[KernelLaunch], setup: Setup) -> dict[str, Cost]:
     """Work by kind."""
     found: dict[str, Cost] = defaultdict(Cost)
     for kernel in kernels:
@@ -61,7 +61,7 @@ def costs(kernels: Sequence[Kernel], setup: Setup) -> dict[str, Cost]:
     return dict(found)
 
 
-def kind_of(kernel: Kernel) -> str:
+def kind_of(kernel: KernelLaunch) -> str:
     """What a kernel is a part of."""
     name, place = kernel.name, kernel.place
     optimizer = "multi_tensor" in name or "/optimizer/" in place or "param_and_grad_buffer" in place
@@ -80,7 +80,7 @@ def kind_of(kernel: Kernel) -> str:
     return "layers: products" if kernel.flops else "layers: norms, activations, copies"
 
 
-def seconds(kernel: Kernel, setup: Setup) -> float:
+def seconds(kernel: KernelLaunch, setup: Setup) -> float:
     """Least seconds of a kernel."""
     if kernel.name.startswith("c10d::"):
         return _wire_seconds(kernel, setup)
@@ -101,7 +101,7 @@ def tile_share(rows: int, columns: int, processors: int) -> float:
     return best
 
 
-def _wire_seconds(kernel: Kernel, setup: Setup) -> float:
+def _wire_seconds(kernel: KernelLaunch, setup: Setup) -> float:
     """Seconds of a ring or a message, over NVLink, or over the network if the group spans nodes.
 
     Messages are sent and received at once. Experts' tokens go to both kinds of ranks at once. A ring of several ranks a
