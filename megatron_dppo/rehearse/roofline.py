@@ -35,7 +35,7 @@ MESSAGES = ("c10d::send", "c10d::recv")
 
 
 @dataclass(slots=True)
-class Cost:
+class KernelCost:
     """Work of one kind."""
 
     kernels: float = 0.0
@@ -43,15 +43,15 @@ class Cost:
     bytes: float = 0.0
     seconds: float = 0.0
 
-    def towards(self, more: Cost, times: float) -> Cost:
+    def towards(self, more: KernelCost, times: float) -> KernelCost:
         """This cost and so many times what ``more`` has beyond it."""
         pairs = ((getattr(self, name), getattr(more, name)) for name in self.__slots__)
-        return Cost(*(mine + times * (theirs - mine) for mine, theirs in pairs))
+        return KernelCost(*(mine + times * (theirs - mine) for mine, theirs in pairs))
 
 
-def costs(kernels: Sequence[KernelLaunch], setup: Setup) -> dict[str, Cost]:
+def costs(kernels: Sequence[KernelLaunch], setup: Setup) -> dict[str, KernelCost]:
     """Work by kind."""
-    found: dict[str, Cost] = defaultdict(Cost)
+    found: dict[str, KernelCost] = defaultdict(KernelCost)
     for kernel in kernels:
         cost = found[kind_of(kernel)]
         cost.kernels += 1

@@ -20,7 +20,7 @@ from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.rehearse.booking import KernelLaunch
-from megatron_dppo.rehearse.roofline import Cost, seconds, tile_share
+from megatron_dppo.rehearse.roofline import KernelCost, seconds, tile_share
 from megatron_dppo.settings import load_config
 
 CONFIG = "configs/qwen3_0.6b_math.yaml"
@@ -116,4 +116,4 @@ def test_seconds_are_the_larger_of_flops_and_bytes() -> None:
 
 
 def test_costs_are_carried_on_in_a_straight_line() -> None:
-    assert Cost(2, 0, 0, 1.0).towards(Cost(3, 0, 0, 1.5), 4.0) == Cost(6, 0, 0, 3.0)
+    assert KernelCost(2, 0, 0, 1.0).towards(KernelCost(3, 0, 0, 1.5), 4.0) == KernelCost(6, 0, 0, 3.0)
