@@ -13,7 +13,7 @@ from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluate import HeldOutScores, Shown, evaluate, read_answers, record_answers
-from megatron_dppo.evaluation.evaluator import Evaluator, Problem
+from megatron_dppo.evaluation.evaluator import EvalProblem, Evaluator
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
@@ -40,8 +40,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def problems_of(files: Mapping[str, Sequence[Prompt]]) -> list[Problem]:
-    return [Problem(name, i, prompt, FAILING) for name, prompts in files.items() for i, prompt in enumerate(prompts)]
+def problems_of(files: Mapping[str, Sequence[Prompt]]) -> list[EvalProblem]:
+    return [
+        EvalProblem(name, i, prompt, FAILING) for name, prompts in files.items() for i, prompt in enumerate(prompts)
+    ]
 
 
 def evaluator_of(

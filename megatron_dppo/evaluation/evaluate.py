@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_dppo.config import EvalConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluator import Answer, Evaluator, Problem, by_name
+from megatron_dppo.evaluation.evaluator import Answer, EvalProblem, Evaluator, by_name
 from megatron_dppo.evaluation.scores import mean, pass_at, per_problem_mean, powers_up_to
 from megatron_dppo.process.files import replace_text
 from megatron_dppo.rl.types import Floats
@@ -41,7 +41,7 @@ class HeldOutScores:
     """How many were asked, by name. The interval of an accuracy depends on it."""
 
 
-def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConfig) -> HeldOutScores:
+def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: EvalConfig) -> HeldOutScores:
     """Answer every problem. Collective. Rates are over the answers that could be scored.
 
     Args:

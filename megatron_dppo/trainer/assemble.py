@@ -20,7 +20,7 @@ from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.offline import OfflineGroup, load_offline
 from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
-from megatron_dppo.evaluation.evaluator import Problem, held_out
+from megatron_dppo.evaluation.evaluator import EvalProblem, held_out
 from megatron_dppo.models.actor import Actor, Policy
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
 from megatron_dppo.models.policy import DTYPES, PolicyModel
@@ -254,7 +254,7 @@ def teacher_config(config: Config, path: str) -> Config:
     return replace(config, model=replace(config.model, **model))
 
 
-def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem], dict[int, OfflineGroup] | None]:
+def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[EvalProblem], dict[int, OfflineGroup] | None]:
     """The training pool; the held-out problems that evaluations answer; and this rank's share of ``data.rollouts``, or
     None where the policy rolls out. Collective."""
     config, world, shape, tokenizer = parts.config, parts.world, parts.shape, parts.tokenizer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_dppo.config import Config, EvalConfig, RewardConfig, RolloutConfig
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
-from megatron_dppo.evaluation.evaluator import Answered, Evaluator, Pair, Problem, vote, votes
+from megatron_dppo.evaluation.evaluator import Answered, EvalProblem, Evaluator, Pair, vote, votes
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
@@ -48,8 +48,8 @@ def workers() -> Iterator[dict[str, RewardWorkers]]:
         each.close()
 
 
-def problem(place: int, verifier: str) -> Problem:
-    return Problem("here", place, Prompt(place, np.arange(3, dtype=np.int32), f"prompt {place}", "1/2"), verifier)
+def problem(place: int, verifier: str) -> EvalProblem:
+    return EvalProblem("here", place, Prompt(place, np.arange(3, dtype=np.int32), f"prompt {place}", "1/2"), verifier)
 
 
 def answered(
