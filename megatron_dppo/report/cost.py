@@ -8,7 +8,7 @@ from math import prod
 
 from megatron_dppo.observe.timers import saving
 from megatron_dppo.report.axes import say
-from megatron_dppo.report.parts import Note, Part, Section, Table
+from megatron_dppo.report.parts import Chapter, Note, Part, Table
 from megatron_dppo.report.run import Record, RunRecord
 from megatron_dppo.report.timing import race
 
@@ -78,7 +78,7 @@ def _devices(run: RunRecord, servers: int | None) -> str:
     return f"{held} {word}" + (f", {of_servers}" if servers != 0 else "")
 
 
-def cost(runs: Sequence[RunRecord], price: float | None) -> Section:
+def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
     """Hours and money: what was spent, what each run estimates that pruning saved, and how long the runs took.
 
     Args:
@@ -127,7 +127,7 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Section:
         parts.append(Note(outcome.unlike))
     if not priced:
         parts.append(Note("--price, or cluster.price_per_gpu_hour, turns hours into money."))
-    return Section("cost", "Cost", lead, parts)
+    return Chapter("cost", "Cost", lead, parts)
 
 
 def _money(amount: float) -> str:

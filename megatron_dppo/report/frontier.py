@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_dppo.report.axes import Form, say
-from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
+from megatron_dppo.report.parts import Chapter, Note, Part, Plots, Table
 from megatron_dppo.report.plot import Line, Plot, line_plot
 from megatron_dppo.report.run import Record, RunRecord, is_number
 
@@ -23,7 +23,7 @@ HEAD = (
 )
 
 
-def frontier(runs: Sequence[RunRecord]) -> list[Section]:
+def frontier(runs: Sequence[RunRecord]) -> list[Chapter]:
     """The section of sweeps; none where no folder is a sweep's."""
     swept = [run for run in runs if run.sweep]
     parts: list[Part] = []
@@ -40,7 +40,7 @@ def frontier(runs: Sequence[RunRecord]) -> list[Section]:
         "none is as small and better, or smaller and as good. Speeds are of transformers' generate, over the whole "
         "policy's."
     )
-    return [Section("frontier", "Smaller policies", lead, parts)] if parts else []
+    return [Chapter("frontier", "Smaller policies", lead, parts)] if parts else []
 
 
 def _best(row: Record) -> float | None:

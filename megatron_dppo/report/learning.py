@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_dppo.evaluation.benchmarks import TAKEN
 from megatron_dppo.report.axes import Form, say
-from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
+from megatron_dppo.report.parts import Chapter, Note, Part, Plots, Table
 from megatron_dppo.report.plot import Line, Plot, line_plot, titled
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.types import Floats
@@ -49,7 +49,7 @@ def wilson(share: float, of: int) -> tuple[float, float]:
     return max(centre - reach, 0.0), min(centre + reach, 1.0)
 
 
-def learning(runs: Sequence[RunRecord]) -> Section:
+def learning(runs: Sequence[RunRecord]) -> Chapter:
     """Reward and accuracy, drawn over each of four axes; the page shows one of them at a time."""
     time = "perf/step_time"
     size, unit = _unit(max((float(_sum(run, time)[-1]) for run in runs if run.steps), default=0.0))
@@ -73,10 +73,10 @@ def learning(runs: Sequence[RunRecord]) -> Section:
             " Rewards of these runs are not comparable: a run that prunes prompts chooses those whose rewards are "
             "averaged. Held-out accuracies are: the same problems are asked, whatever is pruned."
         )
-    return Section("learning", "Reward and accuracy", lead, [*parts, *_by_file(runs)])
+    return Chapter("learning", "Reward and accuracy", lead, [*parts, *_by_file(runs)])
 
 
-def signs(runs: Sequence[RunRecord]) -> Section:
+def signs(runs: Sequence[RunRecord]) -> Chapter:
     """Metrics that show early that a run goes wrong."""
     plots = metric_plots(runs, SIGNS)
     never = [title for title, _, key, _ in SIGNS if _only_zeros(runs, key)]
@@ -85,10 +85,10 @@ def signs(runs: Sequence[RunRecord]) -> Section:
         parts.append(Note(f"{', '.join(never)}: 0 at every step."))
     lead = "These show early that a run goes wrong: lengths collapse, the entropy nears zero, or gradients jump."
     measured = any(not plot.empty for plot in plots)
-    return Section("signs", "Signs of health", lead, parts if measured else [], "No step has been recorded yet.")
+    return Chapter("signs", "Signs of health", lead, parts if measured else [], "No step has been recorded yet.")
 
 
-def packs(runs: Sequence[RunRecord]) -> Section:
+def packs(runs: Sequence[RunRecord]) -> Chapter:
     """How full packs were, and how far trainer and engine were apart."""
     lead = (
         "Empty slots of a pack cost time and train nothing. Trainer and engine score the same tokens with the same "
@@ -98,7 +98,7 @@ def packs(runs: Sequence[RunRecord]) -> Section:
     fill = line_plot("Pack fill", about, [run.line("pack/fill") for run in runs], form="share", high=1.0)
     plots = [plot for plot in (fill, _difference_plot(runs)) if not plot.empty]
     parts: list[Part] = [Plots(plots), _difference_table(runs)] if plots else []
-    return Section("packs", "Packs, and agreement of trainer and engine", lead, parts, "Nothing was packed yet.")
+    return Chapter("packs", "Packs, and agreement of trainer and engine", lead, parts, "Nothing was packed yet.")
 
 
 def metric_plots(runs: Sequence[RunRecord], metrics: Metrics) -> list[Plot]:

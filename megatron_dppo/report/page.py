@@ -26,7 +26,7 @@ from megatron_dppo.report.axes import say, smoothed_at_ends
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
-from megatron_dppo.report.parts import Section
+from megatron_dppo.report.parts import Chapter
 from megatron_dppo.report.plot import failure
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import RunRecord, data_of, read_runs
@@ -94,7 +94,7 @@ def _writing(option: str, place: Path) -> Iterator[None]:
 
 def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     """The page's text."""
-    makers: dict[str, Callable[[Sequence[RunRecord]], Section]] = {
+    makers: dict[str, Callable[[Sequence[RunRecord]], Chapter]] = {
         "Reward and accuracy": learning, "Where a step's time goes": timing, "What was pruned, and why": pruning,
         "Packs, and agreement of trainer and engine": packs, "Signs of health": signs,
         "Sample answers": sample_answers, "Benchmarks": benchmarks, "Cost": partial(cost, price=price),
@@ -102,7 +102,7 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     }  # fmt: skip
     if all(run.sweep for run in runs):  # none of which is a run of training
         makers = {"Benchmarks": benchmarks}
-    sections = _or_why(partial(frontier, runs), lambda why: [Section("frontier", "Smaller policies", "", [], why)])
+    sections = _or_why(partial(frontier, runs), lambda why: [Chapter("frontier", "Smaller policies", "", [], why)])
     for title, make in makers.items():
         sections.append(_or_why(partial(make, runs), partial(_unmade, title)))
     outcome = _or_why(partial(race, runs), lambda why: None)
@@ -135,8 +135,8 @@ def _or_why(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
         return otherwise(failure(error))
 
 
-def _unmade(title: str, why: str) -> Section:
-    return Section(title.partition(" ")[0].lower(), title, "", [], why)
+def _unmade(title: str, why: str) -> Chapter:
+    return Chapter(title.partition(" ")[0].lower(), title, "", [], why)
 
 
 def _headline(run: RunRecord) -> tuple[RunRecord, str, str, list[Figure]]:

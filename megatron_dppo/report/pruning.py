@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.report.axes import Form
-from megatron_dppo.report.parts import Part, Plots, Section
+from megatron_dppo.report.parts import Chapter, Part, Plots
 from megatron_dppo.report.plot import Key, Layer, Line, Mark, Plot, boxes, line_plot, stack_plot, titled
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
@@ -21,7 +21,7 @@ CHANCES = ("never", "25%", "50%", "75%", "always")
 FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 
 
-def pruning(runs: Sequence[RunRecord]) -> Section:
+def pruning(runs: Sequence[RunRecord]) -> Chapter:
     """The shares that the runs kept, and their noise; then which answers each run kept, and why."""
     lead = (
         "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of these answers with "
@@ -41,7 +41,7 @@ def pruning(runs: Sequence[RunRecord]) -> Section:
         plots = [tokens_plot(run), answers_plot(run), causes_plot(run), noise_plot(run)]
         plots += [reliability_plot(run), brier_plot(run)]
         parts.append(Plots([plot for plot in plots if not plot.empty], run.name, _rules(run)))
-    return Section("pruning", "What was pruned, and why", lead, parts, "No step of these runs says what was kept.")
+    return Chapter("pruning", "What was pruned, and why", lead, parts, "No step of these runs says what was kept.")
 
 
 def prunes(run: RunRecord) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_dppo.observe.timers import PHASES, breakdown, duration
 from megatron_dppo.report.axes import say
 from megatron_dppo.report.learning import Metrics, metric_plots, step_numbers
-from megatron_dppo.report.parts import Bars, Plots, Section, Segment, Table
+from megatron_dppo.report.parts import Bars, Chapter, Plots, Segment, Table
 from megatron_dppo.report.plot import Key, Layer, Plot, stack_plot, titled, usual_top
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.settings import settings
@@ -41,13 +41,13 @@ TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problem
 COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERATED))
 
 
-def timing(runs: Sequence[RunRecord]) -> Section:
+def timing(runs: Sequence[RunRecord]) -> Chapter:
     """Mean seconds by phase, in bars on one scale and in figures; then step by step, with the use of the machines."""
     layers = {run.name: _layers(run) for run in runs if run.steps}
     title = "Where a step's time goes"
     lead = "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and checkpoints are not in them."
     if not layers:
-        return Section("time", title, lead, [], "No step has been timed yet.")
+        return Chapter("time", title, lead, [], "No step has been timed yet.")
     means = {name: {layer.name: float(layer.values.mean()) for layer in of} for name, of in layers.items()}
     phases = [phase for phase in NAMES if any(mean.get(phase, 0.0) > 0.0 for mean in means.values())]
     longest = max(sum(mean.values()) for mean in means.values()) or 1.0
@@ -56,7 +56,7 @@ def timing(runs: Sequence[RunRecord]) -> Section:
     top = max(usual_top(of) for of in layers.values())
     plots = [phase_plot(run, run.name, "seconds per step, by phase", top) for run in runs if run.name in layers]
     plots += [plot for plot in metric_plots(runs, USAGE) if not plot.empty]
-    return Section("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
+    return Chapter("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
 
 
 @titled("Seconds per step")
