@@ -39,7 +39,7 @@ from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
+from megatron_dppo.rl.pruning.minibatch import PruningDraw, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, generator
@@ -267,7 +267,7 @@ def joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return None if parts[0] is None else np.concatenate(parts)
 
 
-def offsets(part: StepMetadata, config: Config) -> Iterator[tuple[Pruned, float]]:
+def offsets(part: StepMetadata, config: Config) -> Iterator[tuple[PruningDraw, float]]:
     """Every outcome of a systematic draw of completions, with its probability."""
     objective, keep = objective_for(config.loss), config.pruning.completions.keep
     known = prune_minibatch(part, config, objective, keep=keep, rng=FixedOffset(0.5))

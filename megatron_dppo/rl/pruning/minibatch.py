@@ -21,7 +21,7 @@ from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class PruningDraw:
     """A minibatch of Q groups after its draw. Arrays are [Q, G].
 
     The paper's rule at ``keep`` 0.5 on one right and two wrong answers has ``inclusion`` [[1, 0.5, 0.5]] and ``weight``
@@ -51,7 +51,7 @@ class Pruned:
 
 def prune_minibatch(
     part: StepMetadata, config: Config, objective: Objective, *, keep: float, rng: np.random.Generator
-) -> Pruned:
+) -> PruningDraw:
     """Draw what a minibatch trains on.
 
     No weight exceeds ``pruning.max_weight``, since no completion's probability is below 1/(max_weight·π_prompt).
@@ -89,7 +89,7 @@ def prune_minibatch(
             prompt_inclusion=part.prompt_inclusion,
             kept=kept,
         )
-    return Pruned(
+    return PruningDraw(
         advantage=candidates.advantage,
         coefficient=coefficient(objective.aggregation, part.sampled_lengths),
         inclusion=inclusion,
