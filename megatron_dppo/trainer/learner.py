@@ -48,7 +48,7 @@ def bound_of_weights(config: Config) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class UpdateMetrics:
     """Result of a step's updates; the same on every rank."""
 
     updated: bool
@@ -139,7 +139,7 @@ class Learner:
         if parts.routing and self._actor.routing:
             self._routing = RoutingWanted(parts.routing, self._world.gather(self._actor.routing.layers))
 
-    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> Learned:
+    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> UpdateMetrics:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
 
         Args:
@@ -193,7 +193,7 @@ class Learner:
                 sum((m.samples.prompt_length + m.samples.response_length).sum() for m in plan.minibatches)
             )
             metrics |= {name: sum(load[name] for load in loads) / len(loads) for name in loads[0]}
-        return Learned(bool(norms), metrics)
+        return UpdateMetrics(bool(norms), metrics)
 
     def measure_score_norms(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
         """The metadata with the exact norms √Σ_t ‖e_t − p_t‖² of all scores, by a forward pass. Collective.
