@@ -20,7 +20,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import advantages_of_segments
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits
+from megatron_dppo.rl.pruning.forecast import PredictorMetrics, PromptForecast, Visits
 from megatron_dppo.rl.pruning.minibatch import completion_candidates
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
@@ -230,7 +230,7 @@ class PromptSampler:
             rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
         )
 
-    def remember(self, metadata: StepMetadata) -> Judgement:
+    def remember(self, metadata: StepMetadata) -> PredictorMetrics:
         """Learn from a step's full groups, once nothing of that step is left to be drawn, and say how well they had
         been predicted."""
         segments = advantages_of_segments(metadata, self._config, self._objective)

@@ -53,10 +53,10 @@ class Visits:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class PredictorMetrics:
     """How well a step was predicted.
 
-        Judgement({"prune/brier_model": 0.05, ...}, notes=(), reliability=(("model", 3, 12, 4.1, 4.4), ...))
+        PredictorMetrics({"prune/brier_model": 0.05, ...}, notes=(), reliability=(("model", 3, 12, 4.1, 4.4), ...))
 
     gave 12 groups chances between 0.3 and 0.4, of which 4.4 groups' worth of answers turned out right.
     """
@@ -137,10 +137,10 @@ class PromptForecast(PromptHistory):
             return super().expected_tokens(prompt_ids)
         return self._tokens.predict(self._features.of(prompt_ids))
 
-    def judge_and_learn(self, visits: Visits) -> Judgement:
+    def judge_and_learn(self, visits: Visits) -> PredictorMetrics:
         """Hold the predictions against a step's groups; only then learn of them."""
         if not len(visits.prompt_ids):
-            return Judgement({}, (), ())
+            return PredictorMetrics({}, (), ())
         visits = replace(visits, rewards=without_rounding(visits.rewards))
         if self.binary and not is_binary(visits.rewards):
             self.binary = False  # from now on what is predicted is whether a group's rewards differ
@@ -149,7 +149,7 @@ class PromptForecast(PromptHistory):
         self._learn(visits)
         return judgement
 
-    def _judge(self, visits: Visits) -> Judgement:
+    def _judge(self, visits: Visits) -> PredictorMetrics:
         right, trials = self._outcomes(visits)
         chance = self._success.predict(visits.prompt_ids, self._features.of(visits.prompt_ids))
         alpha, beta = self.posterior(visits.prompt_ids)
@@ -170,7 +170,7 @@ class PromptForecast(PromptHistory):
             "prune/predicted_by_model": float(before == "model"),
         }
         curves = [row for name, said in predicted.items() for row in _reliability(name, said, observed)]
-        return Judgement(metrics, self._change(before), tuple(curves))
+        return PredictorMetrics(metrics, self._change(before), tuple(curves))
 
     def _learn(self, visits: Visits) -> None:
         features = self._features.of(visits.prompt_ids)

@@ -10,7 +10,7 @@ import pytest
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.census import Census
 from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits, beta_log_likelihood
+from megatron_dppo.rl.pruning.forecast import PredictorMetrics, PromptForecast, Visits, beta_log_likelihood
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
 from tests.rl.steps import made_up_pool
@@ -195,7 +195,7 @@ def test_what_was_foreseen_is_in_the_steps_log_and_census() -> None:
     counts = Census((1, 5), (0, 0), (0, 0), binary=True, by_group=(), by_reward=(), by_cause=())
     plan = StepPlan((), {"pack/fill": 1.0}, notes=("first",), census=counts)
     rows = (("model", 3, 2, 0.7, 0.5),)
-    judged = Judgement({"prune/brier_model": 0.1}, ("second",), rows).added_to(plan)
+    judged = PredictorMetrics({"prune/brier_model": 0.1}, ("second",), rows).added_to(plan)
     assert judged.metrics == {"pack/fill": 1.0, "prune/brier_model": 0.1}
     assert judged.notes == ("first", "second")
     assert judged.census is not None and judged.census.by_prediction == rows
