@@ -25,7 +25,7 @@ LOSS_DECAY = 0.9
 """Per step, of the losses by which ``auto`` chooses."""
 BINS = 10
 """Intervals of predicted probabilities in the reliability curve."""
-Foreseen = tuple[str, int, int, float, float]
+CalibrationBin = tuple[str, int, int, float, float]
 """Who predicted (``model``, ``record``), the tenth of [0, 1] in which the predictions lie, how many groups are there,
 the sum of their predicted chances, and the sum of the shares that turned out right. Where rewards are not 0 and 1, a
 chance is that of a group whose rewards differ."""
@@ -63,7 +63,7 @@ class PredictorMetrics:
 
     metrics: Mapping[str, float]
     notes: tuple[str, ...]
-    reliability: tuple[Foreseen, ...]
+    reliability: tuple[CalibrationBin, ...]
 
     def added_to(self, plan: StepPlan) -> StepPlan:
         """The step's plan, with what its log and its census have of this."""
@@ -230,7 +230,7 @@ def beta_log_likelihood(right: Floats, trials: Floats, alpha: Floats, beta: Floa
     return rising(alpha, right) + rising(beta, trials - right) - rising(alpha + beta, trials)
 
 
-def _reliability(name: str, predicted: Floats, observed: Floats) -> list[Foreseen]:
+def _reliability(name: str, predicted: Floats, observed: Floats) -> list[CalibrationBin]:
     """A row for each bin of predictions that has groups."""
     bins = np.minimum((BINS * predicted).astype(np.int64), BINS - 1)
     counts, said, seen = (np.bincount(bins, weights, BINS) for weights in (None, predicted, observed))
