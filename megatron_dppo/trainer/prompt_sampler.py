@@ -20,7 +20,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import advantages_of_segments
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import PredictorMetrics, PromptForecast, Visits
+from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptForecast
 from megatron_dppo.rl.pruning.minibatch import completion_candidates
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
@@ -237,7 +237,7 @@ class PromptSampler:
         known = completion_candidates(metadata, self._config, self._objective, segments)
         terms = known.score * metadata.prompt_inclusion[:, None]
         judgement = self._history.judge_and_learn(
-            Visits(
+            Outcomes(
                 prompt_ids=metadata.prompt_ids,
                 rewards=metadata.rewards,
                 advantages=known.advantage,

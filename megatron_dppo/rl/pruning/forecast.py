@@ -32,10 +32,10 @@ chance is that of a group whose rewards differ."""
 
 
 @dataclass(frozen=True, slots=True)
-class Visits:
+class Outcomes:
     """A step's Q groups, as its predictions are held against them.
 
-        Visits(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3], tokens=[2.5])
+        Outcomes(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3], tokens=[2.5])
 
     is one group with a right and a wrong answer. The lists stand for arrays.
     """
@@ -137,7 +137,7 @@ class PromptForecast(PromptHistory):
             return super().expected_tokens(prompt_ids)
         return self._tokens.predict(self._features.of(prompt_ids))
 
-    def judge_and_learn(self, visits: Visits) -> PredictorMetrics:
+    def judge_and_learn(self, visits: Outcomes) -> PredictorMetrics:
         """Hold the predictions against a step's groups; only then learn of them."""
         if not len(visits.prompt_ids):
             return PredictorMetrics({}, (), ())
@@ -149,7 +149,7 @@ class PromptForecast(PromptHistory):
         self._learn(visits)
         return judgement
 
-    def _judge(self, visits: Visits) -> PredictorMetrics:
+    def _judge(self, visits: Outcomes) -> PredictorMetrics:
         right, trials = self._outcomes(visits)
         chance = self._success.predict(visits.prompt_ids, self._features.of(visits.prompt_ids))
         alpha, beta = self.posterior(visits.prompt_ids)
@@ -172,7 +172,7 @@ class PromptForecast(PromptHistory):
         curves = [row for name, said in predicted.items() for row in _reliability(name, said, observed)]
         return PredictorMetrics(metrics, self._change(before), tuple(curves))
 
-    def _learn(self, visits: Visits) -> None:
+    def _learn(self, visits: Outcomes) -> None:
         features = self._features.of(visits.prompt_ids)
         sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
         self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
@@ -183,7 +183,7 @@ class PromptForecast(PromptHistory):
         self._tokens.learn(features, visits.tokens)
         self.update(visits.prompt_ids, visits.rewards, visits.advantages)
 
-    def _outcomes(self, visits: Visits) -> tuple[Floats, Floats]:
+    def _outcomes(self, visits: Outcomes) -> tuple[Floats, Floats]:
         """[Q] and [Q]: successes and trials: right answers of all, or whether the rewards of the group differ."""
         if self.binary:
             right = (visits.rewards == 1.0).sum(axis=1)

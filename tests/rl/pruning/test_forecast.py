@@ -10,7 +10,7 @@ import pytest
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.census import Census
 from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import PredictorMetrics, PromptForecast, Visits, beta_log_likelihood
+from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptForecast, beta_log_likelihood
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
 from tests.rl.steps import made_up_pool
@@ -27,9 +27,9 @@ def sums_pool() -> list[Prompt]:
     ]
 
 
-def visits(ids: Ints, rewards: Floats, *, squares: Floats | None = None, tokens: Floats | None = None) -> Visits:
+def visits(ids: Ints, rewards: Floats, *, squares: Floats | None = None, tokens: Floats | None = None) -> Outcomes:
     values = group_advantages(rewards, normalise=True)
-    return Visits(
+    return Outcomes(
         prompt_ids=ids,
         rewards=rewards,
         advantages=values,
