@@ -22,7 +22,7 @@ from megatron_dppo.rl.types import Completion, Routing, VersionSpan
 from megatron_dppo.rollout.decoder import Decoder, Departure, without_waiting
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.routers import Routers
-from megatron_dppo.rollout.tree import Entropies, Stem, wants_entropies
+from megatron_dppo.rollout.tree import Entropies, Prefix, wants_entropies
 
 Part = tuple[Completion, Entropies | None]
 """Completion decoded after a stem, and its tokens' entropies if they are requested."""
@@ -50,7 +50,7 @@ class Decoding:
         self,
         decoder: Decoder,
         routers: Routers,
-        stems: Sequence[Stem],
+        stems: Sequence[Prefix],
         sampling: Sampling,
         *,
         most_rows: int,
@@ -197,7 +197,7 @@ class Decoding:
         return without_waiting(array, self._rows.device)
 
 
-def uniforms_of(stems: Sequence[Stem], sampling: Sampling, width: int) -> NDArray[np.float64]:
+def uniforms_of(stems: Sequence[Prefix], sampling: Sampling, width: int) -> NDArray[np.float64]:
     """[rows, width], of the continuations of each stem in turn; 0 past their ends and for greedy decoding.
 
     A token's uniform is that of its leaf and its place in the response, also where its path began after a fork.

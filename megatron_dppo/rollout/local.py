@@ -22,7 +22,7 @@ from megatron_dppo.rollout.decoding import Decoding, Part
 from megatron_dppo.rollout.engine import Completions, Look, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.routers import Routers
-from megatron_dppo.rollout.tree import Stem, TreePath, forks_of, grown, leaves_of, root_of
+from megatron_dppo.rollout.tree import Prefix, TreePath, forks_of, grown, leaves_of, root_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class LocalEngine(RolloutEngine[Generated]):
         return [leaves_of(tree, branches) for tree in trees]
 
     @torch.inference_mode()
-    def _continue(self, stems: Sequence[Stem], sampling: Sampling, version: int) -> list[list[Part]]:
+    def _continue(self, stems: Sequence[Prefix], sampling: Sampling, version: int) -> list[list[Part]]:
         """The continuations of each stem."""
         decoding = Decoding(self._decoder, self._routers, stems, sampling, most_rows=self._max_batch)
         decoding.run()

@@ -27,9 +27,9 @@ from megatron_dppo.rollout.conversation_checks import check_ids
 from megatron_dppo.rollout.decoding import Part
 from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.environment import conversation_of
-from megatron_dppo.rollout.tree import Stem
+from megatron_dppo.rollout.tree import Prefix
 
-Continue = Callable[[Sequence[Stem], Sampling], list[list[Part]]]
+Continue = Callable[[Sequence[Prefix], Sampling], list[list[Part]]]
 """The engine's: it continues each stem for each of its slots."""
 Place = tuple[int, int]
 """Indices of a conversation: of its prompt among those requested together, and of the completion for the prompt."""
@@ -44,7 +44,7 @@ completion without a conversation is, and each with luck of its own, also where 
 class _Request:
     """A turn that is asked for."""
 
-    stem: Stem
+    stem: Prefix
     """Stem of this conversation alone."""
     stops: tuple[int, ...]
     turn: asyncio.Future[Completion]
@@ -78,7 +78,7 @@ class LocalClient:
             turn = joined([])
         else:
             own = replace(self.prompt, id=self.prompt.id + self.asked * TURN, token_ids=np.array(context, np.int32))
-            stem = Stem(own, (self.number,), limit=limit)
+            stem = Prefix(own, (self.number,), limit=limit)
             stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
             self.asked += 1
             request = _Request(stem, stops, asyncio.get_running_loop().create_future())

@@ -29,10 +29,10 @@ Entropies = NDArray[np.floating]
 
 
 @dataclass(frozen=True, slots=True)
-class Stem:
+class Prefix:
     """Common start of some completions of a prompt: its tokens, and after a fork those before the fork.
 
-    ``Stem(prompt, slots=(4, 6), prefix=…, forks=(20,))`` is to be continued twice after 20 tokens of a response; the
+    ``Prefix(prompt, slots=(4, 6), prefix=…, forks=(20,))`` is to be continued twice after 20 tokens of a response; the
     continuations are leaf 4 and leaf 6, and stand for those after them too, as long as they do not fork themselves.
     """
 
@@ -71,7 +71,7 @@ class Stem:
 class TreePath:
     """One way through the tree, from the prompt to an end."""
 
-    stem: Stem
+    stem: Prefix
     """From which it was generated."""
     slot: int
     completion: Completion
@@ -84,9 +84,9 @@ class TreePath:
         return len(self.stem.forks)
 
 
-def root_of(prompt: Prompt, samples: int, branches: Branches) -> Stem:
+def root_of(prompt: Prompt, samples: int, branches: Branches) -> Prefix:
     """The stem of all paths that begin at the prompt, for a group of so many leaves."""
-    return Stem(prompt, tuple(range(0, samples, leaves_below(branches, 0))))
+    return Prefix(prompt, tuple(range(0, samples, leaves_below(branches, 0))))
 
 
 def leaves_below(branches: Branches, level: int) -> int:
@@ -122,7 +122,7 @@ def fork_positions(
     return tuple(forks)
 
 
-def grown(stem: Stem, slot: int, part: Completion, entropies: Entropies | None, branches: Branches) -> TreePath:
+def grown(stem: Prefix, slot: int, part: Completion, entropies: Entropies | None, branches: Branches) -> TreePath:
     """The path that a stem and a continuation of it make.
 
     Args:
@@ -140,7 +140,7 @@ def grown(stem: Stem, slot: int, part: Completion, entropies: Entropies | None, 
     return TreePath(stem, slot, replace(whole, forks=forks, fork_weights=weights) if forks else whole, entropies)
 
 
-def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Stem]:
+def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Prefix]:
     """Stems to continue after the forks of a path, at all levels; its own part after each fork exists.
 
     Args:
@@ -159,7 +159,7 @@ def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Stem]:
         if not slots:
             continue
         stems.append(
-            Stem(
+            Prefix(
                 path.stem.prompt,
                 slots,
                 # All tokens of a prefix have been read: the path went on after them.

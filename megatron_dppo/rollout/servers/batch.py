@@ -14,7 +14,7 @@ from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import joined
 from megatron_dppo.rollout.engine import Completions, Look, Progress, Sampling, SoFar
 from megatron_dppo.rollout.servers.client import ServerClient
-from megatron_dppo.rollout.tree import Branches, Entropies, Stem, TreePath, forks_of, grown, leaves_of, root_of
+from megatron_dppo.rollout.tree import Branches, Entropies, Prefix, TreePath, forks_of, grown, leaves_of, root_of
 
 LOOK_S = 0.05
 """How often groups that are complete are looked at, while others are waited for."""
@@ -24,7 +24,7 @@ LOOK_S = 0.05
 class PartialCompletion:
     """A completion of which some tokens are there."""
 
-    stem: Stem
+    stem: Prefix
     """Start of the completion."""
     slot: int
     """Slot among the stem's."""
