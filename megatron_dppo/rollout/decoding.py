@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.process.progress import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
-from megatron_dppo.rollout.decoder import Decoder, Departure, without_waiting
+from megatron_dppo.rollout.decoder import Decoder, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Entropies, Prefix, wants_entropies
@@ -153,7 +153,7 @@ class Decoding:
         ended = seen[:, ENDED] != 0
         last = seen[~ended, POSITION].max(initial=-1)
         if ended.any():
-            departure = Departure.of(ended, rows.device)
+            departure = RowCompaction.of(ended, rows.device)
             departure.apply(rows)
             self._cache.depart(departure, self._reach)
             self._active = departure.remaining
