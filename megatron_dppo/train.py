@@ -32,7 +32,7 @@ from megatron_dppo.rl.plan import plan_step, unpruned
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import staleness
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
@@ -166,13 +166,13 @@ class Trainer:
         if rollouts.requested is None and rollouts.complete is None:
             self.collector.request(self.pool, rollouts)
 
-    def roll_out(self, rollouts: StepRollouts) -> Collected:
+    def roll_out(self, rollouts: StepRollouts) -> CompleteRollouts:
         """Generate and score; every rank its own share."""
         with self.timers("rollout"):
             self.request(rollouts)
             return self.complete(rollouts)
 
-    def complete(self, rollouts: StepRollouts) -> Collected:
+    def complete(self, rollouts: StepRollouts) -> CompleteRollouts:
         """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out more of them."""
         if rollouts.complete is None:
             rounds, step = [self.collector.finish(rollouts)], rollouts.step
@@ -185,7 +185,7 @@ class Trainer:
             rollouts.complete = collected
         return rollouts.complete
 
-    def plan(self, rollouts: Collected) -> StepPlan:
+    def plan(self, rollouts: CompleteRollouts) -> StepPlan:
         """Decide on one rank, from lengths and rewards alone, what is trained on, with which weight, and where."""
         config, metadata = choose_sharing(self.config), rollouts.metadata
         plan_with = partial(
@@ -208,7 +208,7 @@ class Trainer:
         with self.timers("plan"):
             return self.world.from_leader(decide)
 
-    def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+    def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
         """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves their version alone."""
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
         metrics = staleness(rollouts.metadata, self.version, bound=self.config.rollout.ahead)

@@ -11,7 +11,7 @@ from unittest import mock
 from megatron_dppo.config import Config
 from megatron_dppo.rl.types import Completion, StepPlan
 from megatron_dppo.rollout.servers.batch import RequestBatch
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import Trainer, train
 from tests.ledger import LEDGER, Groups
 
@@ -37,7 +37,7 @@ class Recorded(Trainer):
         RequestBatch.prompt_ended = was_answered  # type: ignore[method-assign]
         self.note("began", step=self.step, in_flight=self._in_flight())
 
-    def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+    def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
         metrics = super().train(plan, rollouts)
         self.note("trained", step=self.step, groups=self._groups(rollouts))
         return metrics
@@ -57,7 +57,7 @@ class Recorded(Trainer):
         """What the next steps have already, by step. Collective."""
         return {str(each.step): self._groups(each.complete) for each in self.queue if each.complete is not None}
 
-    def _groups(self, rollouts: Collected) -> Groups:
+    def _groups(self, rollouts: CompleteRollouts) -> Groups:
         """What all ranks hold of a step. Collective."""
         mine = {str(g.prompt.id): [_described(c) for c in g.completions] for g in rollouts.held.values()}
         return dict(chain.from_iterable(part.items() for part in self.world.gather(mine)))

@@ -30,7 +30,7 @@ from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, Rout
 from megatron_dppo.rollout.engine import Progress, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import Failures, GroupScoring, ScoredCompletions, check_failures
-from megatron_dppo.rollout.step_rollouts import Collected, Request, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, Request, StepRollouts
 from megatron_dppo.rollout.teachers import Reading, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
 
@@ -141,7 +141,7 @@ class Collector:
         check_failures(self._config.reward, [each.failures for each in parts], total)
         return RolloutBatch(groups, parts, _window_left(selection.window, parts))
 
-    def collected(self, rounds: Sequence[RolloutBatch]) -> Collected:
+    def collected(self, rounds: Sequence[RolloutBatch]) -> CompleteRollouts:
         """All that a step has rolled out, with its metrics. Not collective."""
         groups = [group for each in rounds for group in each.groups]
         parts = [part for each in rounds for part in each.parts]
@@ -151,7 +151,7 @@ class Collector:
         notes = dict.fromkeys(text for p in parts for text in p.failures.tracebacks)
         if any(p.failed_groups for p in parts):
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
-        return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
+        return CompleteRollouts(held, metadata, self._metrics(parts, metadata), tuple(notes))
 
     def close(self) -> None:
         """Let go of the servers that teach. Not collective."""

@@ -24,7 +24,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.engine import Progress, SoFar
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 
 FOLDER = "rollouts"
 _STEP = "step.npz"
@@ -103,7 +103,7 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
         return held
 
     held = world.together(mine, what="rollouts in the checkpoint")
-    rollouts.complete = Collected(held, metadata, words["metrics"], tuple(words["notes"]))
+    rollouts.complete = CompleteRollouts(held, metadata, words["metrics"], tuple(words["notes"]))
     return rollouts
 
 

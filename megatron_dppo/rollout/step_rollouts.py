@@ -25,7 +25,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CompleteRollouts:
     """A step's complete rollouts, seen from one rank."""
 
     held: dict[int, Group]
@@ -55,7 +55,7 @@ class StepRollouts:
     """How far this rank's prompts were when they were broken off."""
     requested: Request | ScoredCompletions | None = None
     """This rank's share; offline rollouts are answers already."""
-    complete: Collected | None = None
+    complete: CompleteRollouts | None = None
 
     @property
     def under_way(self) -> bool:
@@ -89,7 +89,7 @@ class StepRollouts:
         )
 
     @staticmethod
-    def _complete_fits(rollouts: Collected, config: Config, oldest: int, routed: bool) -> bool:
+    def _complete_fits(rollouts: CompleteRollouts, config: Config, oldest: int, routed: bool) -> bool:
         known, rollout, teaching = rollouts.metadata, config.rollout, config.loss.distillation
         if (several := known.further_lengths.shape[2]) > 0:
             check_settings(config, 1 + several)

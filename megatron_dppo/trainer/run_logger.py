@@ -18,7 +18,7 @@ from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.census import Census
 from megatron_dppo.rl.types import StepPlan
-from megatron_dppo.rollout.step_rollouts import Collected
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts
 from megatron_dppo.trainer.collapse import Best
 from megatron_dppo.trainer.fingerprints import functions_without_text
 from megatron_dppo.trainer.idle_settings import idle_settings
@@ -76,7 +76,9 @@ class RunLogger:
         """Add what was measured outside of a step."""
         self._row |= metrics
 
-    def record(self, rollouts: Collected, plan: StepPlan, metrics: dict[str, float], notes: Sequence[str] = ()) -> None:
+    def record(
+        self, rollouts: CompleteRollouts, plan: StepPlan, metrics: dict[str, float], notes: Sequence[str] = ()
+    ) -> None:
         """Add what a step's phases measured, and print their notes, each once in a run."""
         self._row |= rollouts.metrics | dict(plan.metrics) | metrics
         self._row |= saved_seconds(self._row)

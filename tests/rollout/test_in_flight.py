@@ -19,7 +19,7 @@ from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetad
 from megatron_dppo.rollout.engine import SoFar
 from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
 PROMPTS = (8, 1, 5, 3, 7)
@@ -72,7 +72,7 @@ def batch_of(world: World, *, routed: bool = False) -> StepRollouts:
     )
     metadata = gather_metadata(world.gather(part), window=11.7)
     held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-    return StepRollouts(SELECTION, 5, complete=Collected(held, metadata, METRICS, ("a note",)))
+    return StepRollouts(SELECTION, 5, complete=CompleteRollouts(held, metadata, METRICS, ("a note",)))
 
 
 def same_group(ours: Group, expected: Group) -> bool:
@@ -266,7 +266,9 @@ def test_sequences_come_back(tmp_path: Path) -> None:
         groups = {prompt: cut(prompt) for prompt in PROMPTS}
         metadata = gather_metadata([metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, 0)], window=11.7)
         held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist())}
-        write_in_flight(tmp_path, [StepRollouts(SELECTION, 5, complete=Collected(held, metadata, METRICS, ()))], world)
+        write_in_flight(
+            tmp_path, [StepRollouts(SELECTION, 5, complete=CompleteRollouts(held, metadata, METRICS, ()))], world
+        )
         return metadata
 
     [metadata] = as_ranks(1, write)
@@ -291,7 +293,7 @@ def test_roles_come_back_with_their_rewards(writers: int, readers: int, tmp_path
         part = metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, world.rank, role_rewards=rewards)
         metadata = gather_metadata(world.gather(part), window=11.7)
         held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-        batch = StepRollouts(SELECTION, 5, complete=Collected(held, metadata, METRICS, ()))
+        batch = StepRollouts(SELECTION, 5, complete=CompleteRollouts(held, metadata, METRICS, ()))
         write_in_flight(tmp_path, [batch], world)
         return metadata
 
