@@ -21,7 +21,7 @@ Completions = list[tuple[Completion, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class SoFar:
+class PartialRollout:
     """A completion that was there, if only in part, as its prompt was broken off."""
 
     slot: int
@@ -31,7 +31,7 @@ class SoFar:
     ended: bool
 
 
-Progress = Mapping[int, Sequence[SoFar]]
+Progress = Mapping[int, Sequence[PartialRollout]]
 """How far prompts are, by their ids; what has no token yet is left out."""
 
 Look = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]

@@ -23,7 +23,7 @@ from megatron_dppo.bridge.checkpoint_folder import damaged
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
-from megatron_dppo.rollout.engine import Progress, SoFar
+from megatron_dppo.rollout.engine import PartialRollout, Progress
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 
 FOLDER = "rollouts"
@@ -143,11 +143,11 @@ def _parts(so_far: Progress) -> dict[str, np.ndarray]:
 
 def _so_far(stored: dict[str, Any], share: set[int]) -> Progress:
     """Partial rollouts of some prompts, by their ids, from a file of ``_parts``."""
-    found: dict[int, list[SoFar]] = {}
+    found: dict[int, list[PartialRollout]] = {}
     completions = _completions(stored, stored["places"][:, 2])
     for (prompt, slot, _, ended), completion in zip(stored["places"].tolist(), completions, strict=True):
         if prompt in share:
-            found.setdefault(prompt, []).append(SoFar(slot, completion, bool(ended)))
+            found.setdefault(prompt, []).append(PartialRollout(slot, completion, bool(ended)))
     return found
 
 

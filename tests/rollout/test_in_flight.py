@@ -16,7 +16,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks, no_roles
-from megatron_dppo.rollout.engine import SoFar
+from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
@@ -229,9 +229,9 @@ def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
         group = group_of(prompt, routed=routed)
         return replace(group, completions=(replace(group.completions[0], routing=None), *group.completions[1:]))
 
-    def known(prompt: int) -> list[SoFar]:
+    def known(prompt: int) -> list[PartialRollout]:
         group = group_in(prompt)
-        return [SoFar(slot, c, slot == 1) for slot, c in enumerate(group.completions)][: prompt % 4]
+        return [PartialRollout(slot, c, slot == 1) for slot, c in enumerate(group.completions)][: prompt % 4]
 
     def write(world: World) -> None:
         mine = SELECTION.prompt_ids[world.rank :: world.size].tolist()

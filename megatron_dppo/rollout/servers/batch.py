@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import joined
-from megatron_dppo.rollout.engine import Completions, Look, Progress, Sampling, SoFar
+from megatron_dppo.rollout.engine import Completions, Look, PartialRollout, Progress, Sampling
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.tree import Branches, Entropies, Prefix, TreePath, forks_of, grown, leaves_of, root_of
 
@@ -97,11 +97,11 @@ class RequestBatch:
         """How far it is, where nothing forks."""
         samples = {prompt.id: each for prompt, each in zip(self.prompts, self.samples, strict=True)}
         return {
-            prompt: [SoFar(one.slot, joined(one.parts), one.ended) for one in each if not one.fresh]
+            prompt: [PartialRollout(one.slot, joined(one.parts), one.ended) for one in each if not one.fresh]
             for prompt, each in samples.items()
         }
 
-    def _samples(self, index: int, so_far: Sequence[SoFar]) -> list[PartialCompletion]:
+    def _samples(self, index: int, so_far: Sequence[PartialRollout]) -> list[PartialCompletion]:
         stem = root_of(self.prompts[index], self.sampling.samples, self.sampling.branches)
         known = {each.slot: each for each in so_far}
         return [
