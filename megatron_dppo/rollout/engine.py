@@ -31,7 +31,7 @@ class PartialRollout:
     ended: bool
 
 
-Progress = Mapping[int, Sequence[PartialRollout]]
+PartialRollouts = Mapping[int, Sequence[PartialRollout]]
 """How far prompts are, by their ids; what has no token yet is left out."""
 
 Look = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
@@ -98,12 +98,12 @@ class RolloutEngine(Protocol[Pending]):
         """
         ...
 
-    def break_off(self, pending: Sequence[Pending]) -> list[Progress] | None:
+    def break_off(self, pending: Sequence[Pending]) -> list[PartialRollouts] | None:
         """Break off all that was begun and is not finished, and say how far it is: what a checkpoint is to hold of it.
         None: it cannot be broken off, and is to be finished. Collective."""
         return None
 
-    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> Pending:
+    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: PartialRollouts) -> Pending:
         """Resume partial rollouts of this or another engine, as ``begin``. Restarting all of them is right, too; never
         restart only the unfinished ones."""
         return self.begin(prompts, sampling)

@@ -23,7 +23,7 @@ from megatron_dppo.bridge.checkpoint_folder import damaged
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
-from megatron_dppo.rollout.engine import PartialRollout, Progress
+from megatron_dppo.rollout.engine import PartialRollout, PartialRollouts
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 
 FOLDER = "rollouts"
@@ -134,14 +134,14 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
     return {"rows": np.array(list(held), np.int64), **_packed(completions)}
 
 
-def _parts(so_far: Progress) -> dict[str, np.ndarray]:
+def _parts(so_far: PartialRollouts) -> dict[str, np.ndarray]:
     """Completions so far, one after the other, each with its prompt, its slot, its length, and whether it has ended."""
     listed = [(prompt, one) for prompt, each in so_far.items() for one in each]
     places = [(prompt, one.slot, len(one.completion.token_ids), one.ended) for prompt, one in listed]
     return {"places": np.array(places, np.int64).reshape(-1, 4), **_packed([one.completion for _, one in listed])}
 
 
-def _so_far(stored: dict[str, Any], share: set[int]) -> Progress:
+def _so_far(stored: dict[str, Any], share: set[int]) -> PartialRollouts:
     """Partial rollouts of some prompts, by their ids, from a file of ``_parts``."""
     found: dict[int, list[PartialRollout]] = {}
     completions = _completions(stored, stored["places"][:, 2])

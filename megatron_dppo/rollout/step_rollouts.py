@@ -11,7 +11,7 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.rl.sequences import check_settings
 from megatron_dppo.rl.types import Group, Prompt, Selection, StepMetadata
-from megatron_dppo.rollout.engine import Progress
+from megatron_dppo.rollout.engine import PartialRollouts
 from megatron_dppo.rollout.scoring import ScoredCompletions
 
 
@@ -51,7 +51,7 @@ class StepRollouts:
     """Selection of all ranks."""
     step: int
     """That is to train on them."""
-    partial: Progress | None = None
+    partial: PartialRollouts | None = None
     """How far this rank's prompts were when they were broken off."""
     requested: Request | ScoredCompletions | None = None
     """This rank's share; offline rollouts are answers already."""

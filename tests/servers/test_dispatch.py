@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_dppo.rl.types import Completion, Prompt, RoutingShape, VersionSpan
-from megatron_dppo.rollout.engine import Progress, Sampling
+from megatron_dppo.rollout.engine import PartialRollouts, Sampling
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
 from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
@@ -170,7 +170,7 @@ class Breakable(Script):
 
 def _broken_off(
     http: Http, dispatcher: Dispatcher, servers: Sequence[Breakable], batches: Sequence[RequestBatch]
-) -> list[Progress]:
+) -> list[PartialRollouts]:
     """After a while, as an engine does it."""
     time.sleep(0.06)
     dispatcher.ask_no_more(batches)

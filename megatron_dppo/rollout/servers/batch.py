@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import joined
-from megatron_dppo.rollout.engine import Completions, Look, PartialRollout, Progress, Sampling
+from megatron_dppo.rollout.engine import Completions, Look, PartialRollout, PartialRollouts, Sampling
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.tree import Branches, Entropies, Prefix, TreePath, forks_of, grown, leaves_of, root_of
 
@@ -60,7 +60,12 @@ class RequestBatch:
     """Prompts under way. The main thread waits for it, and reads how far it is."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, number: int, so_far: Progress | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        oldest: int,
+        number: int,
+        so_far: PartialRollouts | None = None,
     ) -> None:
         self.prompts, self.sampling, self.number = prompts, sampling, number
         self.oldest = oldest
@@ -93,7 +98,7 @@ class RequestBatch:
         """Until it is finished or has failed, for so long at most."""
         self._over.wait(seconds)
 
-    def progress(self) -> Progress:
+    def progress(self) -> PartialRollouts:
         """How far it is, where nothing forks."""
         samples = {prompt.id: each for prompt, each in zip(self.prompts, self.samples, strict=True)}
         return {

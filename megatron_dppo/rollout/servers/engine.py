@@ -19,7 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Completions, Look, Progress, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, Look, PartialRollouts, Sampling, WeightSource
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
@@ -116,7 +116,7 @@ class ServerEngine:
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> RequestBatch:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
-    def break_off(self, pending: Sequence[RequestBatch]) -> list[Progress] | None:
+    def break_off(self, pending: Sequence[RequestBatch]) -> list[PartialRollouts] | None:
         """Not for conversations and trees: servers know nothing of a function's turns or of forks."""
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
@@ -128,7 +128,7 @@ class ServerEngine:
         self.resume()
         return progress
 
-    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> RequestBatch:
+    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: PartialRollouts) -> RequestBatch:
         known = None if self._conversations is not None or sampling.branches else so_far
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
