@@ -31,7 +31,7 @@ from megatron_dppo.rollout.engine import PartialRollouts, RolloutEngine, Samplin
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import Failures, GroupScoring, ScoredCompletions, check_failures
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, Request, StepRollouts
-from megatron_dppo.rollout.teachers import Reading, TeacherServers
+from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
 
 
@@ -198,7 +198,7 @@ class Collector:
         """
         most_failures = math.floor(self._config.reward.max_failures * of_all)
         scoring = GroupScoring(self.workers, self._tokenizer, asked.prompts, most_failures)
-        reading = Reading(self._teachers, asked.prompts)
+        reading = TeacherQuery(self._teachers, asked.prompts)
 
         def look(complete: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
             groups = list(complete)
@@ -213,11 +213,11 @@ class Collector:
             raise
         return self._read(self._world.together(lambda: scoring.finish(completions), what="scores"), reading)
 
-    def _read(self, answers: ScoredCompletions, begun: Reading | None = None) -> ScoredCompletions:
+    def _read(self, answers: ScoredCompletions, begun: TeacherQuery | None = None) -> ScoredCompletions:
         """The answers as their teachers have read them; what has been ``begun`` of that is gone on with. Collective."""
         if self._teachers is None:
             return answers
-        reading = begun or Reading(self._teachers, answers.prompts)
+        reading = begun or TeacherQuery(self._teachers, answers.prompts)
         return replace(answers, completions=reading.finish(answers.completions, self._world))
 
     def _check_routing(self, answers: ScoredCompletions) -> None:

@@ -180,7 +180,7 @@ class TeacherServers:
                     await asyncio.sleep(ASK_AGAIN_S)
 
 
-class Reading:
+class TeacherQuery:
     """Completions of one rank's prompts, read in the order in which they come.
 
     Args:
