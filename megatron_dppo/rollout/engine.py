@@ -34,7 +34,7 @@ class PartialRollout:
 PartialRollouts = Mapping[int, Sequence[PartialRollout]]
 """How far prompts are, by their ids; what has no token yet is left out."""
 
-Look = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
+GroupCallback = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
 """Takes groups that are complete while others are waited for, each with the place of its prompt, and says whether it is
 still at work on them."""
 
@@ -88,7 +88,7 @@ class RolloutEngine(Protocol[Pending]):
         """
         ...
 
-    def finish(self, pending: Pending, look: Look | None = None) -> Completions:
+    def finish(self, pending: Pending, look: GroupCallback | None = None) -> Completions:
         """Wait for what was begun. Collective: if it fails on one rank, it fails on all of them.
 
         Args:

@@ -19,7 +19,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.decoder import Decoder, empty_model
 from megatron_dppo.rollout.decoding import Decoding, Part
-from megatron_dppo.rollout.engine import Completions, Look, RolloutEngine, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Prefix, TreePath, forks_of, grown, leaves_of, root_of
@@ -118,7 +118,7 @@ class LocalEngine(RolloutEngine[Generated]):
         """See the protocol. The same call gives the same bits. Failures are raised by ``finish``."""
         return self._attempt(prompts, sampling, self._conversations)
 
-    def finish(self, pending: Generated, look: Look | None = None) -> Completions:
+    def finish(self, pending: Generated, look: GroupCallback | None = None) -> Completions:
         """All was generated when ``begin`` returned: there is nothing to look at in between.
 
         Raises:

@@ -19,7 +19,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, RoutingShape, Score, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.engine import Completions, Look, Sampling
+from megatron_dppo.rollout.engine import Completions, GroupCallback, Sampling
 from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from tests.rollout.scripted import (
@@ -401,7 +401,7 @@ def test_a_completion_past_the_bound_stops_the_run(bench: Bench) -> None:
 
 def test_what_fails_in_the_engine_of_one_rank_stops_all_of_them(tokenizer: Tokenizer) -> None:
     class Failing(ScriptedEngine):
-        def finish(self, pending: Completions, look: Look | None = None) -> Completions:
+        def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
             super().finish(pending)
             raise RuntimeError("no server is left")  # on every rank, as the protocol has it
 

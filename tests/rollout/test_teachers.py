@@ -24,7 +24,7 @@ from megatron_dppo.init import write_model
 from megatron_dppo.rl.types import Completion, Prompt, Selection, VersionSpan
 from megatron_dppo.rollout import teachers
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.engine import Completions, Look
+from megatron_dppo.rollout.engine import Completions, GroupCallback
 from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from tests.rollout.scripted import (
@@ -188,7 +188,7 @@ class Waiting(ScriptedEngine):
 
     server: Teaching
 
-    def finish(self, pending: Completions, look: Look | None = None) -> Completions:
+    def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
         completions, until = super().finish(pending, look), time.monotonic() + 20.0
         while self.server.asked < SAMPLES and time.monotonic() < until:
             time.sleep(0.01)

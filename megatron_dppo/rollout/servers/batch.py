@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import joined
-from megatron_dppo.rollout.engine import Completions, Look, PartialRollout, PartialRollouts, Sampling
+from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollout, PartialRollouts, Sampling
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.tree import Branches, Entropies, Prefix, TreePath, forks_of, grown, leaves_of, root_of
 
@@ -154,7 +154,7 @@ def alike_so_far(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialC
     return [*([fresh] if fresh else []), *([sample] for sample in samples if not sample.fresh)]
 
 
-def wait(batch: RequestBatch, seconds: float, look: Look | None) -> None:
+def wait(batch: RequestBatch, seconds: float, look: GroupCallback | None) -> None:
     """Until a batch is over and nobody is at work on its groups, for so long at most."""
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0.0:

@@ -19,7 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Completions, Look, PartialRollouts, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollouts, Sampling, WeightSource
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
@@ -132,7 +132,7 @@ class ServerEngine:
         known = None if self._conversations is not None or sampling.branches else so_far
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
-    def finish(self, pending: RequestBatch, look: Look | None = None) -> Completions:
+    def finish(self, pending: RequestBatch, look: GroupCallback | None = None) -> Completions:
         """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at least once a second.
 
         Raises:
