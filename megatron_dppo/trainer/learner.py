@@ -22,7 +22,7 @@ from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
 from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
-from megatron_dppo.trainer.agreement import Compared, check_disagreement, compared_rows, logprob_limit
+from megatron_dppo.trainer.agreement import ComparedCompletion, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.functions import objective_of
 
@@ -265,7 +265,7 @@ class Learner:
     ) -> None:
         """Before the first update of a step trainer, engine and, at step 0, reference are one and the same policy."""
 
-        def compared() -> list[Compared]:
+        def compared() -> list[ComparedCompletion]:
             return [row for pack, mine in scored for row in compared_rows(pack, mine.float().cpu().numpy(), version)]
 
         if fresh := sums[FRESH_TOKENS]:
