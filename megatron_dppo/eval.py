@@ -31,7 +31,7 @@ from megatron_dppo.evaluation.answers import (
 )
 from megatron_dppo.evaluation.benchmarks import sources
 from megatron_dppo.evaluation.evaluator import (
-    Answered,
+    EvalAnswers,
     EvalProblem,
     Evaluator,
     by_name,
@@ -117,7 +117,7 @@ def _answer(
                 progress.say(found)
 
 
-def _rows(problem: EvalProblem, found: Answered, index: int) -> list[AnswerRow]:
+def _rows(problem: EvalProblem, found: EvalAnswers, index: int) -> list[AnswerRow]:
     """Lines of ``answers.jsonl`` for one problem, one for each answer."""
     return [
         {
@@ -151,7 +151,7 @@ class _Progress:
         if done:
             self._console.note(f"{done} of {of} problems are answered already")
 
-    def say(self, found: Answered) -> None:
+    def say(self, found: EvalAnswers) -> None:
         for note in found.failures.tracebacks:
             self._console.note(note)
         scores = [answer.score for group in found.answers for answer in group if answer.score]

@@ -70,7 +70,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class EvalAnswers:
     """Answers to P problems, k to each, in the problems' order."""
 
     answers: Sequence[Sequence[Answer]]
@@ -146,7 +146,7 @@ class Evaluator:
         self._config, self._world, self._collectors = config, world, collectors
         self._seed = engine_seed(config.run.seed, 0, Purpose.EVALUATION)
 
-    def answer(self, problems: Sequence[EvalProblem], *, keep: int, of_all: int) -> Answered:
+    def answer(self, problems: Sequence[EvalProblem], *, keep: int, of_all: int) -> EvalAnswers:
         """Answer every problem ``eval.samples`` times. Collective; every rank gets the same.
 
         Where the engine can be seeded, an answer depends on the policy, ``run.seed``, the problem and the sample's
@@ -170,7 +170,7 @@ class Evaluator:
             )
             for verifier, collector in self._collectors.items()
         }
-        shares: list[tuple[list[int], Answered]] = []
+        shares: list[tuple[list[int], EvalAnswers]] = []
         for verifier, collector in self._collectors.items():
             answers = collector.answers(asked[verifier], of_all=of_all)
             share = self._share(indices[verifier], answers, verifier, keep)
@@ -180,7 +180,7 @@ class Evaluator:
             for theirs, share in shares
             for index, group, majority in zip(theirs, share.answers, share.votes, strict=True)
         }
-        return Answered(
+        return EvalAnswers(
             answers=[given[index][0] for index in range(len(problems))],
             votes=np.array([given[index][1] for index in range(len(problems))], np.float64),
             failures=together([share.failures for _, share in shares]),
@@ -193,7 +193,7 @@ class Evaluator:
         """
         check_failures(self._config.reward, found, of_all)
 
-    def _share(self, indices: Sequence[int], answers: ScoredCompletions, verifier: str, keep: int) -> Answered:
+    def _share(self, indices: Sequence[int], answers: ScoredCompletions, verifier: str, keep: int) -> EvalAnswers:
         """Answers of this rank's problems, for all ranks."""
         tags = self._config.reward.thinking_tags
         groups = [
@@ -207,7 +207,7 @@ class Evaluator:
             for index, group in zip(indices, groups, strict=True)
         ]
         majority = self._vote(groups, verifier)
-        return Answered(told, majority, answers.failures)
+        return EvalAnswers(told, majority, answers.failures)
 
     def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
         def same(pairs: Sequence[Pair]) -> list[bool]:
