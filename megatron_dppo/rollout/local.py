@@ -26,7 +26,7 @@ from megatron_dppo.rollout.tree import Prefix, TreePath, forks_of, grown, leaves
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GenerationResult:
     """Result of a request: the groups, or the reason for their absence."""
 
     groups: Completions
@@ -38,7 +38,7 @@ class Generated:
         return self.groups
 
 
-class LocalEngine(RolloutEngine[Generated]):
+class LocalEngine(RolloutEngine[GenerationResult]):
     """A rollout engine on one device of this process. It generates when it is asked, before ``begin`` returns.
 
     Args:
@@ -114,11 +114,11 @@ class LocalEngine(RolloutEngine[Generated]):
         self._decoder.weights_changed()
         self._version = version
 
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Generated:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> GenerationResult:
         """See the protocol. The same call gives the same bits. Failures are raised by ``finish``."""
         return self._attempt(prompts, sampling, self._conversations)
 
-    def finish(self, pending: Generated, look: GroupCallback | None = None) -> Completions:
+    def finish(self, pending: GenerationResult, look: GroupCallback | None = None) -> Completions:
         """All was generated when ``begin`` returned: there is nothing to look at in between.
 
         Raises:
@@ -137,11 +137,11 @@ class LocalEngine(RolloutEngine[Generated]):
 
     def _attempt(
         self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
-    ) -> Generated:
+    ) -> GenerationResult:
         try:
-            return Generated(self._generate(prompts, sampling, conversations))
+            return GenerationResult(self._generate(prompts, sampling, conversations))
         except Exception as error:
-            return Generated([], error)
+            return GenerationResult([], error)
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
