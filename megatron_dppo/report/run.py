@@ -213,7 +213,7 @@ def _numbers(row: Record) -> Record:
 
 
 def _is_census(row: Record) -> bool:
-    """Whether it has all that :meth:`Census.as_row` writes, as it writes it."""
+    """Whether it has all that :meth:`PruningStats.as_row` writes, as it writes it."""
 
     def cells(table: str, size: int) -> bool:
         found = row.get(table, ())

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.census import Census
+from megatron_dppo.rl.census import PruningStats
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -324,7 +324,7 @@ class StepPlan:
     """``prune/…`` and ``pack/…``, computed where the numbers are known."""
     notes: tuple[str, ...] = ()
     """Messages for the log: a biased rule, an estimated normaliser, a step that kept nothing."""
-    census: Census | None = None
+    census: PruningStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
 from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.census import Census
+from megatron_dppo.rl.census import PruningStats
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts
 from megatron_dppo.trainer.collapse import Best
@@ -39,7 +39,7 @@ class RunLogger:
         self._folder = Path(config.run.dir)
         self._held = {"perf/ranks": world.size, "perf/gpus": world.size if world.device.type == "cuda" else 0}
         self._row: dict[str, float] = {}
-        self._census: Census | None = None
+        self._census: PruningStats | None = None
         self._log: MetricsLog | None = None
         self._leads = world.leads
         if not self._leads:

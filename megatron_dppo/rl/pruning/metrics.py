@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.census import Cell, Census
+from megatron_dppo.rl.census import Cell, PruningStats
 from megatron_dppo.rl.pruning.minibatch import PruningDraw
 from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
@@ -176,7 +176,7 @@ def _tokens_not_rolled_out(part: StepMetadata) -> float:
     return float((group * (1.0 / part.prompt_inclusion - 1.0)).sum())
 
 
-def census(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> Census:
+def census(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> PruningStats:
     """Count a step's completions: of all its minibatches, and of the groups that were ``left_out``."""
     rewards, tokens = (np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens"))
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
@@ -197,7 +197,7 @@ def census(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> Census:
     better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / samples, side.shape)
     typical = float(np.median(score[has_advantage])) if has_advantage.any() else 1.0
     octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
-    return Census(
+    return PruningStats(
         kept=total(kept),
         pruned=total(~kept & ~zero_advantage),
         zero_advantage=total(~kept & zero_advantage),
