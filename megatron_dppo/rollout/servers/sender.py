@@ -55,7 +55,7 @@ class SyncFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedBucket:
     """A bucket, ready to be sent."""
 
     manifest: Manifest
@@ -164,7 +164,7 @@ class Sender:
         """
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            self._start("the first byte", Staged(FIRST, byte), None, begin=_aside)
+            self._start("the first byte", StagedBucket(FIRST, byte), None, begin=_aside)
             self.arrive()
         except SyncFailedError as failed:
             self.close()
@@ -175,7 +175,7 @@ class Sender:
             problems = {url: f"{problem} {hint}" for url, problem in failed.problems.items()}
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
-    def stage(self, bucket: Bucket) -> Staged:
+    def stage(self, bucket: Bucket) -> StagedBucket:
         """Copy a bucket into that of two buffers which is not being sent. The caller may then reuse its memory."""
         size = sum(tensor.nbytes for tensor in bucket.values())
         self._turn ^= 1
@@ -187,9 +187,9 @@ class Sender:
             end = start + tensor.nbytes
             flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             start = end
-        return Staged(Manifest.of(bucket), flat)
+        return StagedBucket(Manifest.of(bucket), flat)
 
-    def send(self, staged: Staged, version: str | None) -> None:
+    def send(self, staged: StagedBucket, version: str | None) -> None:
         """Set a bucket on its way, once the one before has arrived.
 
         It waits until all servers have loaded the one before. Two requests on two connections could be read in the
@@ -208,7 +208,7 @@ class Sender:
     def _start(
         self,
         what: str,
-        staged: Staged,
+        staged: StagedBucket,
         version: str | None,
         *,
         begin: Callable[[Callable[[], dist.Work]], Future[dist.Work]],
