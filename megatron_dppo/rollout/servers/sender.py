@@ -64,7 +64,7 @@ class StagedBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _SentBucket:
     """A bucket on its way, and what servers will say of it, by URL."""
 
     what: str
@@ -114,7 +114,7 @@ class Sender:
         self._device, self._timeout_s = device, timeout_s
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
         self._turn = 0
-        self._sent: _Sent | None = None
+        self._sent: _SentBucket | None = None
         """The bucket on its way."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
         # For gloo this limits joining; each bucket has a limit of its own. For NCCL it limits breaking off, and our own
@@ -229,7 +229,7 @@ class Sender:
                 group.abort()
             return work
 
-        self._sent = _Sent(what, begin(broadcast), replies)
+        self._sent = _SentBucket(what, begin(broadcast), replies)
 
     def arrive(self) -> None:
         """Wait until every server has loaded what was sent last.
@@ -246,7 +246,7 @@ class Sender:
         if problems := outcomes(replies, self._timeout_s):
             raise SyncFailedError(problems, f"{what} was not loaded")
 
-    def _wait_for(self, sent: _Sent) -> str | None:
+    def _wait_for(self, sent: _SentBucket) -> str | None:
         """Wait until what was sent has left; or until it is known that it will not, and why."""
         deadline = time.monotonic() + self._timeout_s
         while not sent.over:
