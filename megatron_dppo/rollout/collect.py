@@ -36,7 +36,7 @@ from megatron_dppo.rollout.tree import unique_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RankSummary:
     """Metadata and counts of one rank's share."""
 
     metadata: StepMetadata
@@ -59,7 +59,7 @@ class RolloutBatch:
 
     groups: Sequence[Group]
     """Groups of this rank."""
-    parts: Sequence[_Part]
+    parts: Sequence[_RankSummary]
     """Parts of all ranks, in their order."""
     window: float
     """The candidates that the round's prompts stand for."""
@@ -247,7 +247,7 @@ class Collector:
             problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
             raise UserError("reward.function", function, problem, "Call roles as they are called there")
 
-    def _share(self, answers: ScoredCompletions, inclusions: Floats) -> tuple[list[Group], _Part]:
+    def _share(self, answers: ScoredCompletions, inclusions: Floats) -> tuple[list[Group], _RankSummary]:
         rollout = self._config.rollout
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         of_roles: list[Floats] = []
@@ -268,7 +268,7 @@ class Collector:
                 by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
                 of_roles.append(np.array(by_role) + penalty[:, None])
         branches = rollout.tree.branches
-        part = _Part(
+        part = _RankSummary(
             metadata=metadata_of(
                 groups,
                 np.array(inclusion),
@@ -298,7 +298,7 @@ class Collector:
         lengths = [longest_response(len(prompt.token_ids), completion) for completion in completions]
         return soft_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
-    def _metrics(self, parts: Sequence[_Part], metadata: StepMetadata) -> dict[str, float]:
+    def _metrics(self, parts: Sequence[_RankSummary], metadata: StepMetadata) -> dict[str, float]:
         lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
@@ -326,7 +326,7 @@ def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGro
     return ScoredCompletions(prompts, [group.completions for group in groups], [], scores, Failures(0, 0, ()))
 
 
-def _window_left(window: int, parts: Sequence[_Part]) -> float:
+def _window_left(window: int, parts: Sequence[_RankSummary]) -> float:
     """N without the prompts whose scoring failed: the share of the window that the others stand for, by their 1/π.
 
     A ratio, not N less what failed: 1/π of the kept sums to N in expectation only, and the difference could reach zero.
