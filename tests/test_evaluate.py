@@ -12,7 +12,7 @@ from megatron_dppo.config import Config, EvalConfig, replace
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluate import HeldOutScores, Shown, evaluate, read_answers, record_answers
+from megatron_dppo.evaluation.evaluate import HeldOutScores, ShownAnswer, evaluate, read_answers, record_answers
 from megatron_dppo.evaluation.evaluator import EvalProblem, Evaluator
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -123,9 +123,9 @@ def test_every_prompt_is_answered_once_and_greedily(tokenizer: Tokenizer) -> Non
 def test_shown_are_the_first_answers_with_their_verdicts(tokenizer: Tokenizer) -> None:
     result, _ = evaluated(tokenizer, ["score 1", "raise it", "score 0", "score 1"], show=3)
     assert result.shown == (
-        Shown("prompt 0", "score 1", "1", True),
-        Shown("prompt 1", "raise it", "1", False),
-        Shown("prompt 2", "score 0", "1", False),
+        ShownAnswer("prompt 0", "score 1", "1", True),
+        ShownAnswer("prompt 1", "raise it", "1", False),
+        ShownAnswer("prompt 2", "score 0", "1", False),
     )
 
 
@@ -236,7 +236,7 @@ def test_named_files_are_held_out_by_their_names(tokenizer: Tokenizer, tmp_path:
 
 
 def answered(text: str) -> HeldOutScores:
-    return HeldOutScores({}, (Shown("1+1=", text, "2", text == "2"),), ())
+    return HeldOutScores({}, (ShownAnswer("1+1=", text, "2", text == "2"),), ())
 
 
 def test_recorded_answers_replace_those_of_the_same_or_a_later_step(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from megatron_dppo.rl.types import Floats
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownAnswer:
     """One answer for people to read."""
 
     prompt: str
@@ -34,7 +34,7 @@ class HeldOutScores:
 
     metrics: dict[str, float]
     """``eval/…``; of several files each one's accuracy under its name, and ``eval/accuracy`` is their mean."""
-    shown: tuple[Shown, ...]
+    shown: tuple[ShownAnswer, ...]
     notes: tuple[str, ...]
     """Notes for the log on how scoring failed."""
     problems: Mapping[str, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Eval
         metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     shown = [
-        Shown(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
+        ShownAnswer(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
         for problem, group in zip(problems[: config.show], found.answers, strict=False)
     ]
     counts = {name: len(of) for name, of in indices.items()}
@@ -120,7 +120,7 @@ def read_answers(run_dir: Path) -> list[dict]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
-            shown = [Shown(**answer) for answer in row["answers"]]
+            shown = [ShownAnswer(**answer) for answer in row["answers"]]
             if not all(isinstance(text, str) for of in shown for text in (of.prompt, of.answer, of.label)):
                 raise TypeError("an answer is no text")
             rows.append({**row, "step": int(row["step"])})
