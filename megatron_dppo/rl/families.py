@@ -1,7 +1,7 @@
 """Families: samples that begin with the same tokens, which a pack holds once.
 
-A family's samples stand one after the other. What a sample shares with the one before it says where it leaves the path
-that they have in common, and all of these numbers together say which tree the family is:
+A family's samples stand one after the other. The number of tokens that a sample shares with the one before it is the
+place where it leaves their common path. All of these numbers together define the family's tree:
 
     p p p a a          lengths [5, 6, 5], shared [0, 5, 3]
     p p p a a b

@@ -4,8 +4,8 @@ A completion has one reward, one advantage for all of its tokens (or one for eac
 trained on together, or not at all. Its arrays hold them one after the other, and ``starts`` says where those after the
 first begin. Each of these begins with its whole context, which the policy was given, and sees nothing before it:
 
-    p p a a           a prompt of two tokens, and a completion  a a | c c c b  with ``starts`` (2,). Of its six tokens
-    c c c b           the policy has sampled three, and L = 3.
+    p p a a           a prompt of two tokens, and a completion  a a | c c c b  with ``starts`` (2,). The policy
+    c c c b           has sampled three of its six tokens, and L = 3.
 
 The loss is that of a completion of one sequence, over all sampled tokens: c and Z take L for the whole completion. So a
 completion that is cut where its context goes on, such that the second sequence repeats the first as its context, has

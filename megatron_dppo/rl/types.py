@@ -220,7 +220,7 @@ class StepMetadata:
     """[Q, G], a proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², p_t the engine's; ones without these."""
     log_ratios: Floats
     """[Q, G, 2], mean and deviation over a completion's tokens of log q/p, the teacher's to the engine's probability of
-    each, weighted by (1 − p_t)². Of a teacher whose whole distribution is compared it is not known yet, and taken for
+    each, weighted by (1 − p_t)². For a teacher whose whole distribution is compared it is not known yet, and taken for
     (0, 1); (0, 0): none teaches."""
     teacher: Ints
     """[Q], whose whole distribution is compared: a place among ``loss.distillation.models``; −1: nobody's."""

@@ -1,7 +1,7 @@
 """From selected prompts to scored groups: each rank generates and scores its own share, and holds on to those tokens.
 
-What the planner needs of them, lengths and rewards and no tokens, is gathered on every rank. Asking and waiting are two
-calls, so that servers can be at work while the trainer is.
+Metadata for the planner, lengths and rewards and no tokens, is gathered on every rank. Requesting and waiting are two
+calls, so that servers can work while the trainer does.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Read tokens into rows of a cache. Each attends to itself and to its row before it.
 
-        What comes after a row's last real token is padding. It is written past the row's end, where the next real
-        tokens are written over it.
+        Padding follows a row's last real token. It is written past the row's end, where the next real tokens are
+        written over it.
 
         Args:
             cache: of :meth:`new_cache`.

@@ -1,8 +1,8 @@
 """Continuous decoding: stems wait for room in a batch, their continuations leave it as they end, and others follow.
 
 Tokens are drawn and written on the device. The host looks at them when it wants to know who has ended: at every token
-on a CPU, where that costs nothing, and every few tokens on a GPU, which it would keep waiting. What a row has generated
-past its end by then is cut off.
+on a CPU, where that costs nothing, and every few tokens on a GPU, which it would keep waiting. Tokens that a row has
+generated past its end by then are cut off.
 
 Which token a completion takes at a position depends on one uniform number, its own.
 """

@@ -45,7 +45,7 @@ class _Request:
     """A turn that is asked for."""
 
     stem: Prefix
-    """Stem of this conversation alone."""
+    """Prefix of this conversation alone."""
     stops: tuple[int, ...]
     turn: asyncio.Future[Completion]
 

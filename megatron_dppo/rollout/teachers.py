@@ -1,8 +1,8 @@
 """Servers that teach: how likely the tokens of completions are to them, asked as soon as a group is complete.
 
 A stock SGLang or vLLM server tells the log-probabilities of a text that it is given, token by token, at temperature 1.
-It gets token ids and no text, and every log-probability comes back with the id that it is of. What the ids mean is
-compared once, before the first step: both tokenizers have to read the whole vocabulary alike.
+It gets token ids and no text, and every log-probability comes back with the id that it is of. The meaning of the
+ids is compared once, before the first step: both tokenizers have to read the whole vocabulary alike.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A path is generated to its end, and its forks are cut out of it afterwards: the path itself is the first child, and the
 other children are continuations of its beginning. Whether a path forks somewhere depends on the tokens before and on
 nothing after, so that this has the law of a tree whose branches stop there and are continued as often as they have
-children. The leaves of a group are numbered so that those below a branch stand together. What is generated is known by
+children. The leaves of a group are numbered so that those below a branch stand together. A continuation is known by
 its *slot*, the first leaf that it stands for: a path keeps its slot, and child j of a fork has the first slot of the
 fork's j-th part. With ``branches[].keep`` some children are drawn by chance and the others not generated, as
 ``rl/trees.py`` has it. Both engines grow trees by these functions; flat groups are trees without branches.

@@ -107,7 +107,7 @@ def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
 
     A server's tokens have the advantages A + β·log q/p, whose mean square is (A + β·mean)² + (β·deviation)².
 
-    Of a teacher's whole distribution a token's gradient by the logits is −A·(e_t − p) + β·p·(log(p/q) − KL), where the
+    With a teacher's whole distribution a token's gradient by the logits is −A·(e_t − p) + β·p·(log(p/q) − KL). The
     log-ratios are known only once the teacher has read the rollouts. They are taken to be of size 1, and the two terms
     to be orthogonal: √(A² + β²). Either vanishes where the policy is certain, so that both are multiplied by the norm
     of the scores. That is a guess: it sets probabilities, and no weight depends on its being right.

@@ -248,7 +248,7 @@ async def wait_ready(process: ServerProcess, connect: Callable[[str], Client], w
         wait_s: how long it may take.
 
     Returns:
-        What ``connect`` made of the URL at which it is.
+        The result of ``connect`` for its URL.
 
     Raises:
         UserError: if it ends, with its last words; or at the timeout.

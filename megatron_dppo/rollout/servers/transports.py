@@ -212,7 +212,7 @@ def _by_stage(world: World, attempt: Callable[[], int]) -> int:
     """Run ``attempt`` on the ranks of one pipeline stage after the other, in the leader's copy. Collective.
 
     Args:
-        attempt: returns how many bytes it sent. What it raises ends the update.
+        attempt: returns how many bytes it sent. Its errors end the update.
 
     Returns:
         The sum over ranks.

@@ -2,7 +2,7 @@
 
 An extension of vLLM's workers, by its own flag ``--worker-extension-cls``, and not one of its weight transfer engines.
 Those report a failure by raising, and after that vLLM's executor reads the answers of all ranks but the first one call
-late, for ever: a refusal would be taken for a success, and a success for a refusal. What is asked of us always answers.
+late, for ever: a refusal would be taken for a success, and a success for a refusal. Our methods always answer.
 
 vLLM's layerwise reload does the loading: it collects what belongs to a layer, has the layer process it (on CPU, linears
 are prepacked), and copies the result to where the old weights were. A bare ``load_weights`` would write past all that.
