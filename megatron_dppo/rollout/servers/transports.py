@@ -51,7 +51,7 @@ class Transport(Protocol):
         ...
 
 
-class Collective:
+class CollectiveTransport:
     """One process group per pipeline stage: its first rank, and behind it all ranks of all servers.
 
     Stages send one after the other, since a server takes one update at a time. Within a stage the next bucket is
@@ -197,13 +197,15 @@ class AdapterTransport:
 def open_transport(
     config: Config, world: World, http: Http, shape: PolicyShape, *, run: str, our_nccl: str | None
 ) -> Transport:
-    """The transport that ``rollout.sync`` names. See :class:`Collective` for ``run`` and ``our_nccl``."""
+    """The transport that ``rollout.sync`` names. See :class:`CollectiveTransport` for ``run`` and ``our_nccl``."""
     sync = config.rollout.sync
     if sync.adapter and config.rollout.engine == "sglang":
         return AdapterTransport(http, world, shape=shape, model=config.model)
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective" and not sync.adapter:
-        return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
+        return CollectiveTransport(
+            http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl
+        )
     folder = sync_folder(config)
     return DiskTransport(http, world, shape=shape, model=config.model, folder=folder, adapter=sync.adapter)
 
