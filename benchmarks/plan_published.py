@@ -23,9 +23,11 @@ TRAINING = (
     "old log-probabilities",
     "reference log-probabilities",
     "training",
+    "messages",
     "token exchange",
     "pipeline bubble",
     "gradient reduction",
+    "optimizer",
 )
 LLAMA_8B = PolicyShape(32, 4096, 32, 8, 128, 14336, 128256, False, 5e5, 1e-5, 131072)
 HYBRID_27B = PolicyShape(64, 5120, 96, 4, 64, 17408, 248320, False, 1e7, 1e-6, 262144)

@@ -12,7 +12,8 @@ from pathlib import Path
 CONFIGS = sorted(Path("configs").glob("qwen3_*.yaml"))
 KEPT = (
     "rank", "stage", "fits", "packs", "packs_played", "kernels_per_pack", "memory_over_plan", "host_waits_per_update",
-    "share_of_matrix_rate", "kernel_seconds", "collective_seconds", "pipeline_wait_seconds", "planned_seconds",
+    "share_of_matrix_rate", "kernel_seconds", "planned_kernel_seconds", "collective_seconds",
+    "planned_collective_seconds", "pipeline_wait_seconds",
     "took_s",
 )  # fmt: skip
 

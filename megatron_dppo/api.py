@@ -69,7 +69,7 @@ SETTINGS: Mapping[str, str] = {
     "conversation": "rollout.conversation",
     "engine": "rollout.engine_function",
 }
-"""What a run can be given as a function, and the setting that names it."""
+"""Functions that a run can be given, and the setting that names each."""
 _LOADS = '''"""What this run was given from Python as its {what}: {name}, of the module {module}."""
 
 import pickle
@@ -97,7 +97,7 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has come to."""
+    """Final result of a run."""
 
     folder: Path
     """Its ``run.dir``."""
@@ -113,7 +113,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a policy has answered."""
+    """Answers of a policy."""
 
     folder: Path
     """With ``answers.jsonl`` and ``scores.json``."""
@@ -143,17 +143,17 @@ def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -
 def step_metadata(
     rewards: ArrayLike, response_lengths: ArrayLike, prompt_lengths: ArrayLike, **more: Any
 ) -> StepMetadata:
-    """What :func:`plan_step` knows of a step without teachers, trees and roles, all of whose prompts were rolled out.
+    """Input of :func:`plan_step` for a step without teachers, trees and roles, all of whose prompts were rolled out.
 
     Args:
         rewards: [Q, G]
         response_lengths: [Q, G], tokens.
         prompt_lengths: [Q], tokens.
-        more: fields of :class:`~megatron_dppo.rl.types.StepMetadata`, where the step has them: ``prompt_inclusion`` and
-            ``window``, in prompts, where some were pruned; ``score_norms``, ``owners``.
+        more: fields of :class:`~megatron_dppo.rl.types.StepMetadata`, if the step has them: ``prompt_inclusion`` and
+            ``window``, in prompts, if some were pruned; ``score_norms``, ``owners``.
 
     Raises:
-        UserError: prompts were pruned, and of how many is not said.
+        UserError: ``prompt_inclusion`` is given without ``window``.
     """
     if "prompt_inclusion" in more and "window" not in more:
         problem = "is given without window, the number of prompts that these were drawn from"

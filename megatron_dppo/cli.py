@@ -174,8 +174,10 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
             from megatron_dppo.rehearse.command import rehearse
 
             return rehearse(config, assumed, rank=chosen.rank, stage=chosen.stage, json_wanted=chosen.json)
-        from megatron_dppo.estimate.report import plan
+        from megatron_dppo.estimate.report import plan, plan_search
 
+        if chosen.search is not None:
+            return plan_search(config, assumed, chosen.search, json_wanted=chosen.json)
         smaller = {name: getattr(chosen, name) for name in ("keep", "method", "multiple")}
         return plan(config, assumed, json_wanted=chosen.json, **smaller)
     if chosen.command == "eval":
@@ -310,6 +312,8 @@ def _add_planned(parser: argparse.ArgumentParser) -> None:
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     _add_planned(parser)
+    what = "print the N fastest layouts, recomputations and pack sizes that fit (default: 5), as settings"
+    parser.add_argument("--search", metavar="N", type=int, nargs="?", const=5, help=what)
     what = "also estimate the savings from compressing the policy to this fraction of its layers' weights"
     parser.add_argument("--keep", metavar="FRACTION", type=float, help=what)
     methods = ("width", "depth", "heads", "experts", "hidden", "minitron")

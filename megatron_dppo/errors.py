@@ -40,9 +40,9 @@ class MistakesError(Exception):
 
 
 def error_text(error: UserError | MistakesError) -> str:
-    """What a user reads of an error: the setting, the problem and the remedy, wrapped, without a final newline.
+    """An error's text for the user: the setting, the problem and the remedy, wrapped, without a final newline.
 
-    Lines of the error's own, as of a traceback or a list, are kept. Of several errors each is one line.
+    Lines of the error's own, as of a traceback or a list, are kept. Each of several errors is one line.
     """
     if isinstance(error, MistakesError):
         if len(error.errors) > 1:

@@ -1,10 +1,10 @@
-"""What the Hugging Face hub publishes, by its id: found in the hub's own cache, or fetched into it.
+"""Models and data sets of the Hugging Face hub, by id: found in the hub's own cache, or fetched into it.
 
     policy_folder("Qwen/Qwen3-0.6B")
     data_files("openai/gsm8k:main:test", "data.eval", split="test")
 
-What the cache has is used as it is, and nobody is asked for a newer version: a run that resumes finds the files that it
-began with. The hub's client locks each file that it fetches, so that of several ranks of a machine one fetches it.
+Cached files are used as they are, without a search for a newer version: a run that resumes finds the files that it
+began with. The hub's client locks each file that it fetches, so that one of a machine's ranks fetches it.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _readme(folder: Path | None) -> Mapping[str, Any]:
-    """What a data set's page declares at its head."""
+    """Metadata at the head of a data set's README."""
     file = folder and folder / "README.md"
     if not file or not file.is_file():
         return {}

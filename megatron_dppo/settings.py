@@ -340,7 +340,7 @@ def _wrong(setting: Setting, value: object, problem: str) -> UserError:
 
 
 def allowed(kind: Any) -> str:
-    """What a setting of this type may hold, in words."""
+    """Values that a type allows, in words."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return f"{allowed(arguments[0])} {' and '.join(map(_limit, arguments[1:]))}"

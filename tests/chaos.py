@@ -33,23 +33,18 @@ from typing import Any
 import psutil
 
 STEPS = 6
-SERVED = ("server", "rank", "judge", "server", "launcher", "worker")
-"""What is killed of runs with servers and a judge."""
 COMMON = (
     f"run.steps={STEPS}", "run.checkpoint_every=2", "data.train=arithmetic", "data.chat_template=false",
     "data.max_prompt_tokens=24", "data.arithmetic.problems=24", "data.arithmetic.eval_problems=8",
     "rollout.prompts_per_step=10", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=12",
     "pack.max_tokens=256", "optimizer.lr=1e-3", "eval.every=2", "eval.problems=8",
 )  # fmt: skip
-REWARD = """
+TALK = """
 import asyncio
 import os
 from pathlib import Path
 
 FAULT = Path(os.environ.get("MEGATRON_DPPO_CHAOS", "."), "fault")
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return float(len(solution_str) % 3)
 
 async def talk(client, prompt):
     turn = await client.generate(prompt.token_ids)
@@ -64,8 +59,14 @@ async def talk(client, prompt):
         await asyncio.sleep(1e9)
     return [10**9]
 """
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(solution_str) % 3)
+"""
 FAULTS = ("exits", "hangs", "nonsense")
 """What a user's code may do in the place of its work."""
+SERVED = ("server", "rank", "exits", "judge", "launcher", "hangs", "server", "worker", "nonsense")
+"""What is killed of runs with servers and a judge, or done by a user's code."""
 SGLANG = "SGLANG_PYTHON"
 """Environment variable with the interpreter of an environment that holds SGLang."""
 SERVER = str(Path(__file__).parent / "servers" / "sglang_cpu" / "server.py")
@@ -296,7 +297,7 @@ def chaos(kills: int, seed: int, folder: Path) -> Tally:
     size = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "48"]
     init = [sys.executable, "-m", "megatron_dppo", "init", str(policy), "--tokenizer", "arithmetic", *size]
     subprocess.run(init, check=True, capture_output=True)
-    (folder / "reward.py").write_text(REWARD)
+    (folder / "reward.py").write_text(TALK + REWARD)
     references: dict[str, tuple[dict[str, Any], float]] = {}
     runs: dict[str, Run] = {}
     order: Iterator[tuple[int, Configuration]] = zip(range(10 * kills), cycle(disturbed), strict=False)
@@ -335,7 +336,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("kills", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--servers", action="store_true", help="kill parts of runs ahead, with two SGLang servers")
-    parser.add_argument("--kinds", default=",".join(SERVED), help=f"with --servers: of {', '.join(SERVED)}")
+    parser.add_argument("--kinds", default=",".join(SERVED), help=f"with --servers: {', '.join(SERVED)}")
     asked = parser.parse_args(words)
     if asked.servers:
         from tests import chaos_servers

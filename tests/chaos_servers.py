@@ -3,8 +3,10 @@
     scripts/chaos.sh [N] --servers [--seed S] [--kinds server,judge,…]
 
 Servers and the judge, which the reward function asks by HTTP, are started again soon after they were killed; a trainer
-at once. What each step was asked for and trained on is in the run's ledger (``tests/recorded.py``), and is held against
-the order of a run that nothing disturbed. The last line is one JSON object.
+at once. In every second run, a user's conversation makes the completions. If it ends its process or returns nonsense,
+the run must end by itself, with an exit code that is not 0 and the function's name. If it hangs, the run must name it
+and go on. What each step was asked for and trained on is in the run's ledger (``tests/recorded.py``), and is held
+against the order of a run that nothing disturbed. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
@@ -34,7 +36,7 @@ from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, s
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.prompt_sampler import PromptOrder
-from tests.chaos import MARK, WAIT_S, Configuration, Run, leavings
+from tests.chaos import FAULTS, MARK, TALK, WAIT_S, Configuration, Run, leavings
 from tests.ledger import asked_again, events, faults, trained
 from tests.servers.real import FIRST_PORT, launch_settings
 
@@ -49,6 +51,12 @@ AHEAD = (
     "layout.tp=2", "rollout.engine=sglang", "rollout.ahead=2", "rollout.health_timeout_s=5",
     "rollout.sync.timeout_s=20", "rollout.timeout_s=900", "reward.workers=2",
 )  # fmt: skip
+TALKING = (
+    "rollout.conversation={policy}/../reward.py:talk", "rollout.request_timeout_s=60", "rollout.attempts=8",
+    "run.late_s=5",
+)  # fmt: skip
+NAMED = "talk has been about prompt"
+"""What a run says of a conversation that hangs."""
 JUDGE = """
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -96,7 +104,8 @@ class RecordedRun(Run):
 
     def start(self) -> subprocess.Popen[bytes]:
         (self.folder / "tmp").mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "tests.ledger", f"run.dir={self.folder / 'run'}", *DATA, *self.of.settings]
+        command = [sys.executable, "-m", "tests.ledger", f"run.dir={self.folder / 'run'}", *DATA]
+        command += [word.format(policy=self.policy) for word in self.of.settings]
         command += [f"model.path={self.policy}", f"reward.function={self.policy.parent / 'reward.py'}:compute_score"]
         environment = os.environ | {MARK: str(self.folder), "TMPDIR": str(self.folder / "tmp"), SECRET: self.secret}
         with (self.folder / "log").open("ab") as log:
@@ -155,7 +164,7 @@ class Chaos:
         subprocess.run([*init, "--ffn", "128", "--init-std", "0.2"], check=True, capture_output=True)
         judge_port = FIRST_PORT + 4
         (folder / "judge.py").write_text(JUDGE)
-        (folder / "reward.py").write_text(REWARD.format(port=judge_port))
+        (folder / "reward.py").write_text(TALK + REWARD.format(port=judge_port))
         self.judge = Judge(folder, judge_port)
         launch = [*launch_settings("sglang", (1, 1), first_port=FIRST_PORT), "rollout.launch.ports=2"]
         serving = load_config(None, [f"run.dir={folder}", f"model.path={policy}", *launch])
@@ -168,22 +177,28 @@ class Chaos:
         for server in self.servers:
             self.http.run(wait_ready(server, lambda url: SglangClient(url, self.http, secret=self.secret), PATIENCE_S))
         urls = ",".join(server.url for server in self.servers)
-        self.of = Configuration("two given servers", (*AHEAD, f"rollout.servers=[{urls}]"))
+        served = (*AHEAD, f"rollout.servers=[{urls}]")
+        self.configurations = (
+            Configuration("a conversation, two given servers", (*served, *TALKING)),
+            Configuration("two given servers", served),
+        )
 
     def run(self, kinds: Sequence[str], kills: int) -> None:
         """Kill so many times, as often of each kind, and let the last run come to its end."""
         turns = [kind for kind, _ in zip(cycle(kinds), range(kills), strict=False)]
         self.chance.shuffle(turns)
         while turns:
-            run = RecordedRun(self.of, self.folder / f"run-{self.tally.runs}", self.folder / "policy", self.secret)
-            process = run.start()
+            of = self.configurations[self.tally.runs % 2]
+            run = RecordedRun(of, self.folder / f"run-{self.tally.runs}", self.folder / "policy", self.secret)
+            process, talks = run.start(), of is self.configurations[0]
             while (code := process.poll()) != 0:
                 if code is not None:
                     process = run.start()
-                if turns and self._wait(run, process):
-                    turns = turns[self._kill(turns[0], run, process) :]
-                elif not turns:
+                kind = next((turn for turn in turns if talks or turn not in FAULTS), None)
+                if kind is None:
                     self._wait_for_the_end(run, process)
+                elif self._wait(run, process) and self._kill(kind, run, process):
+                    turns.remove(kind)
             self._hold_against_the_order(run)
             self.tally.runs += 1
 
@@ -195,10 +210,7 @@ class Chaos:
     def _wait(self, run: RecordedRun, process: subprocess.Popen[bytes]) -> bool:
         """Until a life of the run has begun, and for a random time after that; whether it lives still."""
         before = len(events(run.folder / "run"))
-        until = time.monotonic() + PATIENCE_S
-        while len(events(run.folder / "run")) == before and process.poll() is None and time.monotonic() < until:
-            self._start_again()
-            time.sleep(0.1)
+        self._wait_until(lambda: process.poll() is not None or len(events(run.folder / "run")) > before)
         until = time.monotonic() + self.chance.uniform(0.0, BETWEEN_S)
         while process.poll() is None and time.monotonic() < until:
             self._start_again()
@@ -206,10 +218,7 @@ class Chaos:
         return self._lives(run, process)
 
     def _wait_for_the_end(self, run: RecordedRun, process: subprocess.Popen[bytes]) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while process.poll() is None and time.monotonic() < until:
-            self._start_again()
-            time.sleep(0.1)
+        self._wait_until(lambda: process.poll() is not None)
         assert process.poll() is not None, f"a run does not end: {run.folder}"
         self._lives(run, process)
 
@@ -221,39 +230,64 @@ class Chaos:
             print(f"      {self.tally.ended_by_itself[-1]}", flush=True)
         return code is None
 
-    def _kill(self, kind: str, run: RecordedRun, process: subprocess.Popen[bytes]) -> int:
-        """How many were killed: one, or none where there was none."""
+    def _kill(self, kind: str, run: RecordedRun, process: subprocess.Popen[bytes]) -> bool:
+        """Whether one was killed, or the user's code did what it should not."""
         last = events(run.folder / "run")[-1]
         after_s = self.chance.uniform(0.0, AWAY_S)
         if kind == "judge":
             if any(what is self.judge for _, what in self.due):
-                return 0
+                return False
             self.judge.kill()
             self.due.append((time.monotonic() + after_s, self.judge))
         elif kind == "server":
             well = [server for server in self.servers if server.listens() and all(s is not server for _, s in self.due)]
             if not well:
-                return 0
+                return False
             server = self.chance.choice(well)
             pids = server.pids()
             with suppress(ProcessLookupError):
                 os.kill(self.chance.choice([pids[0], *pids]), signal.SIGKILL)
             self.due.append((time.monotonic() + after_s, server))
+        elif kind in FAULTS:
+            if not self._misbehave(kind, run, process):
+                return False
         else:
             victims = run.victims(kind, process.pid)
             try:
                 self.chance.choice(victims).send_signal(signal.SIGKILL)
             except (IndexError, psutil.NoSuchProcess):
-                return 0
+                return False
         code = None
-        if kind in ("rank", "launcher"):
+        if kind in ("rank", "launcher", "exits", "nonsense"):
             code = process.wait(WAIT_S)
             self.tally.survivors += leavings(run)
         for counted, what in ((self.tally.kills, kind), (self.tally.after, last["event"])):
             counted[what] = counted.get(what, 0) + 1
         number = sum(self.tally.kills.values())
         print(f"{number:4}: {kind} after {last['event']} {last.get('step', '')}: code {code}", flush=True)
-        return 1
+        return True
+
+    def _misbehave(self, kind: str, run: RecordedRun, process: subprocess.Popen[bytes]) -> bool:
+        """Whether a conversation did what it was told to. The run must name it, and end, or go on if it hangs."""
+        fault, log = run.folder / "fault", run.folder / "log"
+        before = len(log.read_text())
+        fault.write_text(kind)
+        self._wait_until(lambda: process.poll() is not None or not fault.exists())
+        if fault.exists():
+            fault.unlink()
+            return False
+        named = NAMED if kind == "hangs" else "talk"
+        self._wait_until(lambda: process.poll() is not None or (kind == "hangs" and named in log.read_text()[before:]))
+        code = process.poll()
+        if named not in log.read_text()[before:] or (code is not None if kind == "hangs" else code in (0, None)):
+            self.tally.ended_by_itself.append(f"a conversation {kind}: code {code}, see {log}")
+        return True
+
+    def _wait_until(self, moment: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not moment() and time.monotonic() < until:
+            self._start_again()
+            time.sleep(0.1)
 
     def _start_again(self) -> None:
         now, due = time.monotonic(), self.due

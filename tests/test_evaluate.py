@@ -235,6 +235,25 @@ def test_named_files_are_held_out_by_their_names(tokenizer: Tokenizer, tmp_path:
     assert pools() == {} == pools(f"data.eval={one}", "eval.problems=0")
 
 
+def test_held_out_problems_in_the_training_data_are_printed_once_by_rank_0(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, held_out, other = (tmp_path / f"{name}.jsonl" for name in ("train", "held_out", "other"))
+    train.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "2+2=", "label": "4"}\n')
+    held_out.write_text('{"prompt": "3+3=", "label": "6"}\n{"prompt": " 2+2=", "label": "4"}\n')
+    other.write_text('{"prompt": "3+3=", "label": "6"}\n')
+
+    def printed(file: Path, rank: int) -> str:
+        words = (f"data.train={train}", f"data.eval={file}", "data.chat_template=false")
+        shape = SimpleNamespace(max_positions=2048)
+        load_pools(PolicyParts(load_config(None, words), world_of(1, rank), shape, None, tokenizer, 0, ()))
+        return capsys.readouterr().out
+
+    of = f"1 of 2 held-out problems stand in the training data as well: {held_out}, line 2 is {train}, line 2"
+    assert printed(held_out, 0) == f"note  {of}; their accuracy says nothing of problems that were never seen\n"
+    assert printed(held_out, 1) == "" == printed(other, 0)
+
+
 def answered(text: str) -> HeldOutScores:
     return HeldOutScores({}, (ShownAnswer("1+1=", text, "2", text == "2"),), ())
 

@@ -17,7 +17,7 @@ from megatron_dppo.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""What the tracker says, and the folder's name, where weights were converted and not trained."""
+"""Content of the tracker, and name of the folder, if weights were converted and not trained."""
 FORMAT = "metadata.json"
 """Megatron's own marker of a checkpoint in its distributed format, written after everything else."""
 METADATA = ".metadata"
@@ -152,7 +152,7 @@ def _newest_whole(folder: Path, besides: Path | None = None) -> int | None:
 
 
 def _flaw(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, by its small files and the sizes of all; None if nothing is found."""
+    """Flaw of a checkpoint, by its small files and the sizes of all; None if none is found."""
     try:
         checksums = Checksums.read(checkpoint)
         if checksums is not None:
@@ -166,7 +166,7 @@ def _flaw(checkpoint: Path) -> str | None:
 
 
 def _text(tracker: Path) -> str:
-    """What a tracker says; empty where it cannot be read."""
+    """Content of a tracker; empty if unreadable."""
     try:
         return tracker.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

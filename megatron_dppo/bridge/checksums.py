@@ -72,7 +72,7 @@ class BlockWriter:
 
 
 class Checksums:
-    """What ``checksums.json`` says of a checkpoint's files.
+    """Checksums of a checkpoint's files, as in ``checksums.json``.
 
     Args:
         folder: of one iteration.

@@ -51,7 +51,7 @@ class Chunk:
 
 
 def parameter_chunks(entry: Entry, tensors: Mapping[str, Chunk]) -> list[Chunk]:
-    """What a whole parameter is made of, without the padding of a vocabulary.
+    """Chunks of a whole parameter, without the padding of a vocabulary.
 
     Args:
         tensors: the entry's Hugging Face tensors.

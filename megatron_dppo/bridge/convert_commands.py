@@ -174,7 +174,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """What reads an option's value, and refuses 0 and below."""
+    """Parser of an option's value: a finite number above 0."""
 
     def parse(text: str) -> float:
         if not 0 < (number := kind(text)) < float("inf"):

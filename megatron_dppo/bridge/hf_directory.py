@@ -124,7 +124,7 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
 
 
 def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
-    """What PEFT wants to know: which matrices of which policy the adapters are for, and by what they are multiplied."""
+    """PEFT's configuration: the base policy, its matrices that have adapters, and the adapters' rank and scale."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -216,7 +216,7 @@ def load_model_state(chunks: Sequence[PolicyModel], state: Mapping[str, Any]) ->
 
 
 def sharding() -> dict[str, Any]:
-    """What Megatron wants to know of the ranks when it describes shards."""
+    """The ranks' group that Megatron requires to describe shards."""
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 

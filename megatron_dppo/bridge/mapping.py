@@ -43,7 +43,7 @@ class ParameterMapping:
     is_copy: bool = False
     """Whether another mapping has these tensors too. Such a parameter is loaded, and never streamed."""
     rank: int = 0
-    """Of the adapter whose matrix A or B this is; 0: it is a parameter of the policy."""
+    """Rank of the adapter whose matrix A or B this is; 0: a parameter of the policy."""
 
     @property
     def key(self) -> str:
@@ -161,7 +161,7 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        """Of all its tensors together, without padding."""
+        """Size of all its tensors together, without padding."""
         return sum(map(prod, self.tensors.values()))
 
     @property
@@ -195,10 +195,10 @@ class Entry:
         return tuple(shape)
 
     def slices(self, tp_rank: int, tp: int) -> tuple[Slice, ...]:
-        """What rank ``tp_rank`` of ``tp`` holds: put together along ``axis``, its parameter.
+        """Slices of rank ``tp_rank`` of ``tp``; joined along ``axis``, they are its parameter.
 
         Raises:
-            ValueError: if ``tp`` does not divide what is split.
+            ValueError: if ``tp`` does not divide the split extent.
         """
         extents = {name: shape[self.axis] for name, shape in self.tensors.items()}
         match self.mapping.split:
@@ -259,7 +259,7 @@ def _of_layers(shape: PolicyShape, mappings: Sequence[ParameterMapping], layers:
 
 
 PEFT = "base_model.model."
-"""What PEFT puts before a Hugging Face name."""
+"""PEFT's prefix of a Hugging Face name."""
 
 
 @cache
@@ -311,7 +311,7 @@ def parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
 
 
 def tensor_dimensions(name: str) -> tuple[str, ...]:
-    """What each dimension of a policy's Hugging Face tensor counts.
+    """Kind of each dimension of a policy's Hugging Face tensor.
 
         tensor_dimensions("model.layers.5.self_attn.o_proj.weight") == ("hidden", "queries")
 

@@ -52,7 +52,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     **{(module, "PosixPath"): lambda *parts: "/".join(parts) for module in ("pathlib", "pathlib._local")},
 }
-"""What a pickle may ask for, besides torch's types. A path stays text: nothing depends on where it was written."""
+"""Globals that a pickle may load, besides torch's types. A path stays text: nothing depends on where it was written."""
 
 _ONLY, _ANYTHING = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -116,7 +116,7 @@ def plain_values_only() -> Iterator[None]:
 
 
 _PLAIN = ("torch ", "torch._utils ", "collections ", "_codecs encode", "_io BytesIO")
-"""What the pickles of tensors and plain values ask for begins so."""
+"""Prefixes of the globals in pickles of tensors and plain values."""
 
 
 def find_foreign_pickle(folder: Path) -> str | None:
@@ -157,7 +157,7 @@ class StoredPolicy:
             raise damaged(folder, setting, f"has no {METADATA}, as checkpoints in Megatron's torch_dist format do")
         with refusing_damage(folder, setting):
             self.checksums = Checksums.read(folder)
-            """What is read is held against them. None for a checkpoint of an earlier version, which has none."""
+            """Checksums that every read is checked against; None for a checkpoint of an earlier version."""
             if self.checksums is not None:
                 self.checksums.check_file(METADATA)
             try:
@@ -192,7 +192,7 @@ class StoredPolicy:
                 self._check_block(key, block)
 
     def tensors(self, entry: Entry) -> dict[str, list[Chunk]]:
-        """What the Hugging Face tensors of a parameter are made of, by name.
+        """Chunks of a parameter's Hugging Face tensors, by name.
 
         Raises:
             UserError: if a file is damaged there.

@@ -158,7 +158,7 @@ class _Gather:
 
     bucket: Bucket
     memory: torch.Tensor
-    """What is received, one rank's shards after another's; on a rank that only sends, its own shards."""
+    """Received shards, one rank's after another's; on a rank that only sends, its own shards."""
     shards: Mapping[tuple[int, Entry], torch.Tensor]
     """Each shard in it, by rank and entry."""
     works: Sequence[dist.Work]

@@ -50,7 +50,7 @@ WRITTEN_BY = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What Megatron's ``metadata.json`` says of such a checkpoint."""
+"""Content of Megatron's ``metadata.json`` for such a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class CheckpointPlan:
         return file_sizes(self.storage.values())
 
     def metadata(self) -> Metadata:
-        """What ``.metadata`` holds."""
+        """Content of ``.metadata``."""
         tensors: dict[str, TensorStorageMetadata] = {}
         indexed: dict[MetadataIndex, _StorageInfo] = {}
         for entry, stored in self.storage.items():

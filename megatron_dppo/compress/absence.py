@@ -134,8 +134,8 @@ def mean_costs(
     absent: Sequence[Collection[int]],
     passes: Passes | None = None,
 ) -> list[float]:
-    """Of the policy without these blocks, for each such set: the mean loss of response tokens, in nats, or the mean
-    over their places of ‖logits − logits of the whole policy‖₂."""
+    """Cost of the policy without each set of blocks: the mean loss of response tokens, in nats, or the mean over their
+    places of ‖logits − logits of the whole policy‖₂."""
     sums: Sums = {"costs": torch.zeros(len(absent), dtype=torch.float64)}
     times = len(absent) + (measure == "logits" and () not in absent)  # that a sequence is read
     for batch in (passes or Passes()).over(batches, sums, sequences=times * count_sequences(batches)):

@@ -1,4 +1,4 @@
-"""What the parts of a policy do on calibration sequences: one forward pass, sums of which are kept.
+"""Activity of a policy's parts on calibration sequences: sums from one forward pass.
 
 The policy is transformers' own. Sums are in fp64, activations as the policy has them; the memory beside the policy is
 that of one batch's residual streams.
@@ -20,7 +20,7 @@ from megatron_dppo.models.shape import PolicyShape
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Of L layers. x_l is the residual stream before layer l, x_L that after the last one. All fp64, on the CPU."""
+    """Activity of L layers. x_l is the residual stream before layer l, x_L after the last. All fp64, on the CPU."""
 
     neurons: torch.Tensor
     """[L, feed-forward width] mean over sequences of ‖activation over the sequence's tokens‖₂ at the input of the down

@@ -1,4 +1,4 @@
-"""What ``megatron-dppo compress`` and ``compress sweep`` can be asked."""
+"""Arguments of ``megatron-dppo compress`` and ``compress sweep``."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of_both(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Of :func:`add_calibration_arguments`, what was given."""
+    """Options of :func:`add_calibration_arguments`."""
     parser = argparse.ArgumentParser()
     add_calibration_arguments(parser)
     return {name: getattr(chosen, name) for name in vars(parser.parse_args([]))}

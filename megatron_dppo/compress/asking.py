@@ -36,7 +36,7 @@ def prompts_to_ask(parts: PolicyParts[Policy], count: int, seed: int) -> list[Ev
 
 
 def digest_of_task(problems: Sequence[EvalProblem], function: str) -> str:
-    """Of prompts with their labels, and of the file of the function that rewards answers, if it names one."""
+    """Digest of prompts with their labels, and of the file of the reward function, if it names one."""
     asked = [(problem.prompt.token_ids.tolist(), problem.prompt.label_text) for problem in problems]
     seen = hashlib.sha256(repr(asked).encode())
     file = Path(function.rpartition(":")[0])

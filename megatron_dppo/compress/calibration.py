@@ -80,7 +80,7 @@ def read_sequences(
 
 
 def _own_answers(file: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
-    """What a policy was asked in an evaluation, and what it said; without empty answers."""
+    """Prompts and answers of a policy's evaluation; without empty answers."""
     rows = [row for row in read_rows(str(file), "--calibrate") if row.values.get("answer")]
     if not rows:
         raise UserError("--calibrate", file, "holds no answer with a text", "Give a file of prompts with responses")
@@ -101,7 +101,7 @@ def count_sequences(batches: Sequence[Batch]) -> int:
 
 
 def digest_of_answers(answers: Sequence[WorkedAnswer]) -> str:
-    """Of their token ids, in order."""
+    """Digest of their token ids, in order."""
     seen = hashlib.blake2b(digest_size=16)
     for ids in (ids for answer in answers for ids in (answer.prompt_ids, answer.response_ids)):
         seen.update(len(ids).to_bytes(8) + ids.tobytes())

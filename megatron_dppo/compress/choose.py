@@ -93,7 +93,7 @@ class Recipe:
 
     @property
     def measure(self) -> Measure | None:
-        """Of Shapley values; None for other scores."""
+        """Measure of Shapley values; None for other scores."""
         return MEASURES.get(self.score)
 
     def passes(self, shape: PolicyShape) -> int:
@@ -136,7 +136,7 @@ def choose(reader: Reader, shape: PolicyShape, recipe: Recipe, *, say: Callable[
 
 
 def _scores(reader: Reader, shape: PolicyShape, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """What parts are worth, by their names in a :class:`Cut`: [L, parts of a layer], of channels [channels]."""
+    """Scores of parts, by their names in a :class:`Cut`: [L, parts of a layer], of channels [channels]."""
     match recipe.score:
         case "random":
             layers = shape.num_layers

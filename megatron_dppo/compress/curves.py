@@ -19,7 +19,8 @@ from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.trainer.resume import WARM_UP
 
 COLUMNS = ("size", "rate", "tokens", "loss", "whole_loss")
-"""Of a file: N₀, ρ, D, L, L₀. Rows of equal N₀, ρ, L₀ and, where there is such a column, ``curve`` are one curve."""
+"""Columns of a file: N₀, ρ, D, L, L₀. Rows of equal N₀, ρ, L₀ and, if there is such a column, ``curve`` are one
+curve."""
 WINDOWS, FIRST = 12, 1 / 32
 """Points of a recovery, and the share of its tokens that is left out: losses fall fast at first."""
 

@@ -1,4 +1,4 @@
-"""What is left of a policy, and how much may be: sizes from shapes alone, without weights."""
+"""Kept parts of a policy, and how many may be kept: sizes from shapes alone, without weights."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Cut:
 
     layers: tuple[int, ...]
     neurons: tuple[tuple[int, ...], ...] | None = None
-    """Of each layer's feed-forward, equally many; None: all."""
+    """Units of each layer's feed-forward, equally many; None: all."""
     groups: tuple[tuple[int, ...], ...] | None = None
     """Key-value heads of each layer, with the query heads that they serve, equally many; None: all."""
     experts: tuple[tuple[int, ...], ...] | None = None
-    """Of each layer, equally many, with their rows of its router; None: all."""
+    """Experts of each layer, equally many, with their rows of its router; None: all."""
     channels: tuple[int, ...] | None = None
-    """Of the residual stream, the same for all layers, embedding and output layer; None: all."""
+    """Channels of the residual stream, the same for all layers, embedding and output layer; None: all."""
     silenced: tuple[int, ...] = ()
     """Layers whose attention gives nothing. config.json cannot say this: their output projections become zeros, and
     keep their place."""

@@ -210,7 +210,7 @@ def _predict(
 
 
 def _with_interval(values: Floats) -> list[dict[str, Any]]:
-    """Of each column the first value, and the interval of the others; null for what is infinite."""
+    """First value of each column, and the interval of the others; null if infinite."""
 
     def plain(value: float) -> float | None:
         return float(value) if np.isfinite(value) else None

@@ -35,7 +35,7 @@ from megatron_dppo.rl.types import Pack
 from megatron_dppo.trainer.assemble import PolicyParts
 
 NORMS = ("attention norm", "feed-forward norm")
-"""Of a layer: what is summed of their outputs."""
+"""Norms of a layer whose outputs are summed."""
 STRETCH = 4
 """A pipeline of pp stages reads at least STRETCH · pp packs between two looks at whether sums are to be kept. It is
 drained there: each stage waits for the time of pp − 1 packs, less than a quarter of the time that a stretch takes."""
@@ -358,7 +358,7 @@ class _Watch:
 
 
 def _norms(layer: Any) -> Iterator[tuple[str, Any, torch.Tensor]]:
-    """Of a layer, what is summed of a norm, the module that normalises, and the norm's weight.
+    """Name of each norm of a layer, the module that normalises, and the norm's weight.
 
     A linear layer of Transformer Engine has its norm in it, and an identity stands in the norm's place.
     """

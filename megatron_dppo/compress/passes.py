@@ -27,16 +27,16 @@ from megatron_dppo.process.progress import Advance, progress
 
 T = TypeVar("T")
 Sums = dict[Any, torch.Tensor]
-"""What a pass adds to, by name, on the CPU."""
+"""Sums of a pass, by name, on the CPU."""
 
 KEEP_EVERY_S = 30.0
 """Between two times that sums are written."""
 FORM = 2
-"""Of what is kept, and of the order of passes. What another version of this package has kept in another is not used."""
+"""Version of kept sums and of the order of passes. Sums that were kept in another version are not used."""
 
 
 class Ranks(Protocol):
-    """What is asked of a :class:`~megatron_dppo.parallel.world.World`."""
+    """The used part of a :class:`~megatron_dppo.parallel.world.World`."""
 
     @property
     def rank(self) -> int: ...

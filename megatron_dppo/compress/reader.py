@@ -17,11 +17,11 @@ from megatron_dppo.compress.passes import Passes
 from megatron_dppo.models.shape import PolicyShape
 
 Measure = Literal["loss", "logits", "reward"]
-"""What the absence of layers is measured by."""
+"""Measures of the absence of layers."""
 
 
 class Reader(Protocol):
-    """What scores are made of. Under a layout every method is collective, and gives every rank the same."""
+    """Source of scores. Under a layout every method is collective, and gives every rank the same."""
 
     @property
     def shape(self) -> PolicyShape: ...
@@ -38,8 +38,8 @@ class Reader(Protocol):
         ...
 
     def costs(self, measure: Measure, absent: Sequence[Collection[int]]) -> list[float]:
-        """Of the policy without these blocks, for each such set: its mean loss, the mean ‖logits − logits of the whole
-        policy‖₂ over places before response tokens, or the mean reward of its own answers, negated."""
+        """Cost of the policy without each set of blocks: its mean loss, the mean ‖logits − logits of the whole policy‖₂
+        over places before response tokens, or the mean reward of its own answers, negated."""
         ...
 
     def without(

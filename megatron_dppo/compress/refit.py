@@ -49,8 +49,8 @@ class Refit:
     """[hidden, feed-forward width], of experts [experts, hidden, width], by layer of the larger policy, in its sizes:
     rows of channels that go, and columns of units that go, are as they were."""
     shares: dict[int, float] = field(default_factory=dict)
-    """What the fit of a layer explains of the error on the batches: 1 − Σ ‖x − x̂ − C h‖² / ‖x‖² over
-    Σ ‖x − x̂‖² / ‖x‖². 0 where the layer stays as it was: there is no error, or all of h is zero."""
+    """Fraction of the error on the batches that a layer's fit explains: 1 − Σ ‖x − x̂ − C h‖² / ‖x‖² over Σ ‖x − x̂‖² /
+    ‖x‖². 0 if the layer stays as it was: there is no error, or all of h is zero."""
 
     @property
     def of_output(self) -> bool:
@@ -181,7 +181,7 @@ def layers_to_fit(cut: Cut, shape: PolicyShape) -> list[int]:
 
 @contextmanager
 def watched(module: Any, *, inputs: bool = False) -> Iterator[list[torch.Tensor]]:
-    """What a module gives, or is given, within the block: one entry for each time that it runs."""
+    """Outputs of a module, or its inputs, within the block: one entry for each time that it runs."""
     seen: list[torch.Tensor] = []
 
     def hook(_: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

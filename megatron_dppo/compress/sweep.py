@@ -57,9 +57,9 @@ from megatron_dppo.trainer.resume import changes, flat
 
 FILE = "sweep.json"
 PROMPTS, NEW_TOKENS, ROUNDS = 16, 64, 3
-"""Of a measurement of speed."""
+"""Sizes of a speed measurement."""
 MAY_CHANGE = ("layout", "workers", "zero_attention")
-"""Of ``options_of_both``. All others are the same for every row of a sweep, as are the policy and CONFIG."""
+"""``options_of_both`` that may change. The others, the policy and CONFIG are the same for every row of a sweep."""
 
 Row = dict[str, Any]
 
@@ -144,7 +144,7 @@ def _recipe(word: str, keep: float, chosen: Namespace, shape: PolicyShape) -> Re
 
 
 def _digest_of_model(folder: Path) -> str:
-    """Of config.json and the files of the weights."""
+    """Digest of config.json and the files of the weights."""
     with naming("MODEL"):
         weights = sorted({tensor.file for tensor in stored_tensors(folder).values()})
     seen = hashlib.blake2b(digest_size=16)
@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(out: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What is there already.
+    """Record of an earlier command, or a new one.
 
     Raises:
         UserError: if it was asked otherwise: its rows are not to be compared with new ones.
@@ -322,7 +322,7 @@ class _Sweep:
 
 @torch.no_grad()
 def _tokens_per_second(model: Any, tokens: torch.Tensor, valid: torch.Tensor) -> float:
-    """Of transformers' ``generate``, equally many for every prompt."""
+    """Speed of transformers' ``generate``, equally many for every prompt."""
     began = time.perf_counter()
     size = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     model.generate(input_ids=tokens, attention_mask=valid, do_sample=False, **size).cpu()

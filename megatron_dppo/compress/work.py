@@ -1,4 +1,4 @@
-"""What a command of ``compress`` is to do: what sums of scores depend on, what is chosen by them, what is written."""
+"""Job of a ``compress`` command: dependencies of scores' sums, parts chosen by scores, files written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class CompressionJob:
-    """What is to be done, as it is known before weights are read."""
+    """Job of a command, as it is known before weights are read."""
 
     chosen: argparse.Namespace
     shape: PolicyShape
@@ -101,7 +101,7 @@ class CompressionJob:
     def depends_on(
         self, scored: Sequence[WorkedAnswer], others: Sequence[WorkedAnswer], dtype: Any, layout: Any = None
     ) -> dict[str, Any]:
-        """What sums depend on, by its name for messages. Of the weights only a little is read, and their files' times
+        """Dependencies of sums, by their names for messages. Only a little of the weights is read; their files' times
         tell the rest: a command that is run again should not have to read all of them twice."""
         with naming("MODEL"):
             files = sorted({tensor.file for tensor in stored_tensors(self.chosen.source).values()})
@@ -128,7 +128,7 @@ class CompressionJob:
         asked: int | None = None,
         refit: Refit | None = None,
     ) -> tuple[Cut, dict[str, float]]:
-        """What is kept, and the losses before and after, if there are sequences. Collective.
+        """Kept parts, and the losses before and after, if there are sequences. Collective.
 
         Args:
             reader: makes what reads some of the sequences.
@@ -196,7 +196,7 @@ class CompressionJob:
 
 
 def _losses(reader: Reader, cut: Cut, refit: Refit | None) -> dict[str, float]:
-    """Of the policy, and of the smaller one, which is not yet written."""
+    """Losses of the policy, and of the smaller one, which is not yet written."""
     before = reader.loss()
     with reader.as_cut(cut):
         after = reader.loss()
@@ -207,7 +207,7 @@ def _losses(reader: Reader, cut: Cut, refit: Refit | None) -> dict[str, float]:
 
 
 def _summary(shape: PolicyShape, cut: Cut) -> str:
-    """What goes, in words."""
+    """Removed parts, in words."""
     left = cut.shape(shape)
     sizes = [
         f"{name} {before} → {after}"

@@ -101,7 +101,7 @@ class DataConfig(Section):
     max_prompt_tokens: Positive = 512
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """What a prompt over max_prompt_tokens does: stop before the run begins, or leave the pool, counted."""
+    """Handling of prompts over max_prompt_tokens: stop before the run begins, or drop and count them."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
     verifiers: VerifiersConfig = VerifiersConfig()
@@ -132,7 +132,7 @@ class RewardConfig(Section):
     asks a judge by HTTP. The time limits hold for each; one that waits for too long is cancelled, and the others go on.
     1: one after another, as other functions are called. Functions of a whole group get one group after another."""
     memory_mib: Positive = 4096
-    """What scoring may take more than the reward function's imports did, in MiB; past it the completion fails."""
+    """Memory of scoring beyond the reward function's imports, in MiB; past it the completion fails."""
     thinking_tags: tuple[str, ...] = ("<think>", "</think>")
     """The opening and the closing tag of the policy's thoughts. ``math`` and ``exact`` read the answer after the last
     closing tag. Thoughts without an end leave no answer, and reward 0, also if the chat template opens them in the

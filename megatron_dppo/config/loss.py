@@ -25,9 +25,8 @@ class DistillationConfig(Section):
     coef: AboveZero = 1.0
     """Weight of the divergence of policy and teacher, per token."""
     direction: Literal["reverse", "forward"] = "reverse"
-    """Of the divergence, which is exact over the whole vocabulary unless a server teaches. ``reverse``: KL(policy ||
-    teacher), which leaves out what the teacher would not say; ``forward``: KL(teacher || policy), which covers all that
-    it would."""
+    """Direction of the divergence, which is exact over the whole vocabulary unless a server teaches. ``reverse``:
+    KL(policy || teacher), mode-seeking; ``forward``: KL(teacher || policy), mass-covering."""
     use_task_rewards: bool = True
     """Whether rewards are trained on as well. Without, they are measured and shown, and every advantage is 0."""
 
@@ -289,8 +288,8 @@ class CompletionPruningConfig(Section):
     """neyman: share of the rolled-out tokens that is trained on; top_k, extremes: of the completions; threshold and
     threshold_deterministic: 1 − r, the chance or share of the low-scored ones."""
     score: Literal["engine", "head", "advantage"] = "engine"
-    """What neyman takes for the norm of a completion's gradient. ``engine``: the advantage times how surprising its
-    tokens were to the engine, for free; ``head``: times the policy head's exact score norms, which costs a forward pass
+    """Proxy in neyman for a completion's gradient norm. ``engine``: the advantage times √Σ(1 − p)² of the tokens'
+    rollout probabilities p, for free; ``head``: times the policy head's exact score norms, which costs a forward pass
     over all rollouts; ``advantage``: the advantage alone, for engines without log-probabilities."""
     draw: Literal["systematic", "bernoulli"] | None = None
     """As at the level of prompts; null: the rule's own (threshold by themselves, neyman systematic)."""

@@ -13,10 +13,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 
 HEAD_CHUNK_MIB = {"cpu": 64, "cuda": 1024}
-"""What ``model.head_chunk_mib`` is by type of device, unless it is set. Each chunk reads the output layer and its
-gradient anew, which takes a CPU little of its time, and a GPU much."""
+"""Default of ``model.head_chunk_mib`` by type of device. Each chunk reads the output layer and its gradient again,
+which takes little of a CPU's time, and much of a GPU's."""
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
-"""Of one weight, by ``model.dtype``."""
+"""Bytes of a weight, by ``model.dtype``."""
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -30,7 +30,7 @@ class LoraConfig(Section):
     rank: Count = 0
     """Rank of the adapters; 0: none, and all weights are trained."""
     alpha: AboveZero = 32.0
-    """What an adapter computes is multiplied by alpha/rank."""
+    """The adapters' outputs are multiplied by alpha/rank."""
     targets: tuple[Projection, ...] = get_args(Projection)
     """Matrices that get an adapter, each its own, by their Hugging Face names: those of all layers, and of all
     experts."""
@@ -68,7 +68,9 @@ class ModelConfig(Section):
     """Activation recomputation: ``selective`` runs the feed-forward part of each layer again (its experts, where it has
     them), ``full`` keeps only the input of each layer."""
     head_chunk_mib: Positive | None = None
-    """MiB of logits, with their gradient, that the policy head holds at a time; null: 1024 on a GPU, else 64."""
+    """MiB of logits, with their gradient, that the policy head holds at a time; null: 1024 on a GPU, else 64. A GPU
+    makes all logits twice, in the forward and the backward pass, but once where those of a pack fit: 6 bytes for each
+    token of a response and each token of the vocabulary, divided by layout.tp."""
     reference_on_host: bool = False
     """Keep the frozen reference (with loss.kl_coef) in the host's memory while it is not needed; its weights then cross
     to the GPU once a step."""
@@ -151,7 +153,7 @@ class OptimizerConfig(Section):
     lr: AboveZero = 1e-6
     """Learning rate after warm-up."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """What follows warm-up: a constant learning rate, or half a cosine down to min_lr at the last step."""
+    """Learning rate after warm-up: constant, or half a cosine down to min_lr at the last step."""
     min_lr: NonNegative = 0.0
     """Where a cosine ends."""
     warmup_steps: Count = 0

@@ -1,4 +1,4 @@
-"""What generates, and how weights reach it."""
+"""Rollout engines, sampling, weight sync."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LaunchConfig(Section):
     tp: Positive | tuple[Positive, ...] = 1
     """Tensor-parallel ranks of each server: one number for all, or one for each."""
     command: tuple[str, ...] | None = None
-    """What starts a server, before the flags that say which model, where and how; null: ``python -m
-    sglang.launch_server`` or ``vllm serve``, from the path. Servers want an environment of their own: name its
-    interpreter here."""
+    """Command that starts a server, before the flags for model, address and layout; null: ``python -m
+    sglang.launch_server`` or ``vllm serve``, from the path. Servers require their own environment: name its interpreter
+    here."""
     flags: tuple[str, ...] = ()
     """More flags for the server, after ours. With rollout.colocated one of them must bound its memory:
     ``--mem-fraction-static`` (SGLang, of what is free as it starts) or ``--gpu-memory-utilization`` (vLLM, of all)."""
@@ -109,9 +109,9 @@ class TreeConfig(Section):
     roots: Annotated[int, Ge(2)] | None = None
     """Completions that begin at the prompt; null: rollout.samples_per_prompt over the children of all levels."""
     baseline: Literal["mixed", "siblings", "roots", "depth"] = "mixed"
-    """What a segment's value (the mean reward of the leaves below it) is held against. Unbiased: siblings (the mean of
-    the others that begin at the same fork), roots (of the other roots), mixed (of both). Biased: depth (BranchGRPO's:
-    mean and standard deviation of all segments of its level)."""
+    """Baseline of a segment's value (the mean reward of the leaves below it). Unbiased: siblings (the mean of the
+    others that begin at the same fork), roots (of the other roots), mixed (of both). Biased: depth (BranchGRPO's: mean
+    and standard deviation of all segments of its level)."""
     depths: tuple[Count, ...] = ()
     """Segments that are trained on, by the number of forks before them; empty: all. To leave others out is BranchGRPO's
     pruning in depth, which is biased."""
@@ -149,9 +149,9 @@ class TreeConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["local", "sglang", "vllm"] = "local"
-    """What generates: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
+    """Rollout engine: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
     engine_function: str | None = None
-    """What makes an engine of your own, in the place of the local one: a class or function, ``file.py:name`` or
+    """Factory of an engine of your own, which replaces the local one: a class or function, ``file.py:name`` or
     ``module:name``, called on every rank with the policy's folder, and ``device``, ``dtype`` and ``world``."""
     servers: Literal["slurm"] | tuple[str, ...] = ()
     """URLs of servers, or of an SGLang router, that run already; ``slurm``: one on each node of this job's second

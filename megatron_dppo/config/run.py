@@ -14,7 +14,7 @@ class RunConfig(Section):
     dir: str = "runs/default"
     """Where checkpoints, logs, the picture and the export go. The same command run again resumes from here."""
     resume: Literal["same", "anyway"] = "same"
-    """What a run that is started again may change. ``same``: how long it runs, how fast and where; a change of the
+    """Changes allowed when a run is started again. ``same``: how long it runs, how fast and where; a change of the
     policy, the data, the prompts of a step, the reward, the loss, the pruning or the seed is refused, since the results
     would belong to neither the old settings nor the new. So is a file of these settings that has the same name and
     other content. ``anyway``: those too, from the last checkpoint on; other data, another tokenizer or another seed

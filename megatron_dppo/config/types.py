@@ -1,4 +1,4 @@
-"""What settings may be: sections of settings, numbers with limits; and what a configuration may be for."""
+"""Types of settings: sections, and numbers with limits; and the commands that settings are for."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 
 Command = Literal["train", "sft", "eval", "probe-tree", "compress"]
-"""What a configuration is checked for, and run as."""
+"""Command that settings are checked for."""
 TRAINING: tuple[Command, ...] = ("train", "sft")
-"""What writes to ``run.dir``, and is alone in doing so."""
+"""Commands that write to ``run.dir``, each alone."""
 
 AnySection = TypeVar("AnySection", bound="Section")
 

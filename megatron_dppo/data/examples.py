@@ -27,7 +27,7 @@ from megatron_dppo.rl.types import Label
 
 Messages = list[Mapping[str, Any]]
 ROLES = ("system", "user", "assistant", "tool")
-"""What Qwen's chat templates render. They leave out messages of another role, without a word."""
+"""Roles that Qwen's chat templates render. They leave out messages of another role, silently."""
 A_LIST = 'a list like [{"role": "user", "content": "..."}]'
 OF_A_CHAT = re.compile(r"\s*\[?\s*\{\s*[\"'](?:role|content)[\"']\s*:")
 
@@ -103,7 +103,7 @@ def read_examples(source: Source, data: DataConfig, split: Split, *, responses: 
 
 
 def example_of(row: Row, data: DataConfig, *, responses: bool = False) -> Example:
-    """What a row says under the columns that ``data`` names.
+    """A row's example, by the columns that ``data`` names.
 
     Raises:
         UserError: naming the row: for a prompt that ``read_prompt`` refuses, and a label or worked answer that is
@@ -238,7 +238,7 @@ class Rendered:
     text: str
     token_ids: list[int]
     response_ids: list[int]
-    """Of its worked answer, closed by the end-of-turn token; empty where that was not asked for."""
+    """Its worked answer, closed by the end-of-turn token; empty if that was not asked for."""
 
     @property
     def length(self) -> int:
@@ -280,8 +280,8 @@ def is_within_limit(each: Rendered, data: DataConfig) -> bool:
 
 
 def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[str]:
-    """What the policy reads: the prompts in the chat template, whose own switches (``enable_thinking``) are left at
-    their defaults, or the prompts as they stand."""
+    """The policy's input: the prompts in the chat template, whose own switches (``enable_thinking``) are left at their
+    defaults, or the prompts as they stand."""
     if not data.chat_template:
         return [str(example.prompt) for example in examples]
     if not tokenizer.chat_template:

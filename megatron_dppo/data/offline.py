@@ -38,7 +38,7 @@ LARGEST_REWARD = 1e9
 
 @dataclass(frozen=True, slots=True)
 class OfflineGroup:
-    """What the file has of one prompt."""
+    """The file's completions of one prompt."""
 
     completions: tuple[Completion, ...]
     """[G]"""
@@ -47,7 +47,7 @@ class OfflineGroup:
 
 
 class _BadError(ValueError):
-    """What is wrong with a completion, to stand after its number, and the remedy."""
+    """A completion's problem, to stand after its number, and the remedy."""
 
 
 def held_by(rank: int, ranks: int, prompt_ids: Ints) -> Bools:

@@ -43,7 +43,7 @@ NO_KEYS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class SourcePool(Generic[T]):
-    """What one source gives, in the order of its files."""
+    """Items of one source, in the order of its files."""
 
     items: Sequence[T]
     weight: float = 1.0
@@ -53,13 +53,13 @@ class SourcePool(Generic[T]):
     longest: int = 0
     """The most tokens of an item."""
     data_sources: frozenset[str] = frozenset()
-    """Of prompts: whose they say that they are."""
+    """``data_source`` of its prompts."""
     keys: NDArray[np.int64] = field(default_factory=lambda: NO_KEYS)
     """[N], of prompts: ``prompt_key``."""
 
 
 class Pool(Sequence[T]):
-    """What a run draws from: source after source."""
+    """Items that a run draws from: source after source."""
 
     def __init__(self, sources: Sequence[SourcePool[T]]) -> None:
         self.sources = tuple(sources)
@@ -127,10 +127,10 @@ class WorkedAnswer:
 
 
 class LabelCheck(NamedTuple):
-    """What looks at the labels of prompts before anything is generated."""
+    """Check of prompts' labels before anything is generated."""
 
     name: str
-    """Of what is checked: for another one, prompts that are stored are looked at again."""
+    """Name of the check: prompts that were stored under another name are checked again."""
     look: Callable[[Iterable[tuple[str, Label]]], None]
     """Raises UserError for the first label, each with its place, that cannot be compared with answers."""
 

@@ -21,7 +21,7 @@ COLUMNS_IN_USE = {
     "data.label_key": ("label", "answer", "reward_model.ground_truth", "ground_truth", "solution"),
     "data.response_key": ("response", "answer", "solution"),
 }
-"""What published data sets call these columns, likeliest first: proposed where a row lacks the one asked for."""
+"""These columns' usual names in published data sets, likeliest first: proposed if a row lacks the one asked for."""
 DEEPEST = 64
 """Values within values of a row. Far above what data sets have, and far below what Python's own recursion bears: rows
 travel to other processes, and templates walk through them."""
@@ -178,7 +178,7 @@ def _lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
 
 
 def row_of_line(line: str | bytes, number: int, path: Path, setting: str) -> Row:
-    """What a line of JSONL says.
+    """Row of a line of JSONL.
 
     Raises:
         UserError: if it is no JSON object, or one too deep.
@@ -188,7 +188,7 @@ def row_of_line(line: str | bytes, number: int, path: Path, setting: str) -> Row
 
 
 def row_of_record(values: Any, number: int, path: Path, setting: str) -> Row:
-    """What a row of a parquet file or of a JSON list says; raises as ``row_of_line``."""
+    """Row of a parquet file or of a JSON list; raises as ``row_of_line``."""
     return _as_row(values, f"{path}, row {number}", setting)
 
 
@@ -353,7 +353,7 @@ def _plain(column: Any) -> Any:
 
 
 def _unreadable(table: Any, path: Path, setting: str, first: int = 1) -> UserError:
-    """What a table's values say of themselves where they cannot be read, with the first place that it is true of."""
+    """Error for a table with unreadable values, at the first place that has the problem."""
     for name, column in zip(table.column_names, table.columns, strict=True):
         if table.column_names.count(name) > 1:
             return UserError(setting, path, f"has several columns {name!r}", "Give each a name of its own")

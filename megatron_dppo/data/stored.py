@@ -36,7 +36,7 @@ STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
 """Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or ~/.cache/megatron_dppo."""
 FORM = 5
-"""Of what is stored. What another version of this package has stored in another form is made anew."""
+"""Version of the stored form. Prompts that another version stored in another form are made again."""
 BATCH = 1024
 """Rows that are in memory at a time."""
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
@@ -90,7 +90,7 @@ class StoredRows:
         return np.asarray(self._table["key"], np.int64)
 
     def row(self, index: int) -> Row:
-        """What the file says there."""
+        """The file's row ``index``."""
         file, number, values = (self._table[name][index].as_py() for name in ("file", "number", "values"))
         return (row_of_line if self._lines else row_of_record)(values, number, self._files[file], self._setting)
 

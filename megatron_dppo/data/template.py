@@ -65,7 +65,7 @@ def _render(template: str) -> str:
 
 
 def _limited(render: Callable[[], str]) -> str:
-    """What limit a process that renders passes; empty: none."""
+    """Limit that a rendering process exceeds; empty: none."""
     child = os.fork()
     if child == 0:
         _render_and_leave(render)

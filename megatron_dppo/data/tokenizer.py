@@ -14,12 +14,12 @@ CHAT_MARKS = re.compile(r"<\|im_start\|>(system|user|assistant)\n?|<\|im_end\|>|
 
 
 def without_chat_marks(text: str) -> str:
-    """What a Qwen's chat template has rendered, as people read it: without its marks."""
+    """Text that a Qwen's chat template has rendered, without its marks."""
     return CHAT_MARKS.sub("", text).strip()
 
 
 class Tokenizer(Protocol):
-    """What a run asks of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that a run uses."""
 
     chat_template: str | None
     eos_token_id: int | None
@@ -121,7 +121,7 @@ def end_token_id(tokenizer: Tokenizer) -> int:
 
 
 def pad_token_id(tokenizer: Tokenizer) -> int:
-    """What fills a batch up. Never scored, so that any token serves where the tokenizer names none."""
+    """Token that fills a batch up. Never scored, so that any token serves if the tokenizer names none."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)

@@ -29,8 +29,8 @@ from itertools import groupby
 from typing import Any
 
 Say = Callable[[list[int]], Awaitable[list[int]]]
-"""What the policy says after these further token ids, with the token that ended it; :class:`NothingLeftError` where it
-cannot."""
+"""The policy's answer to these further token ids, with the token that ended it; raises :class:`NothingLeftError` if no
+token is left."""
 Message = Mapping[str, Any]
 """A dict; of the policy's, all that it said is ``content``."""
 MARK = "(what the policy said: 5b1f2c9e)"
@@ -81,7 +81,7 @@ class Turns:
         return text
 
     def _told(self, messages: Sequence[Message]) -> list[int]:
-        """What the policy reads between its last turn and its next one."""
+        """Token ids between the policy's last turn and its next one."""
         if not self._messages:
             if not isinstance(self._asked, Sequence) or _words(messages) != _words(self._asked):
                 raise TurnsError("asks the policy other messages at first than its problem has")
@@ -97,7 +97,7 @@ class Turns:
         return told
 
     def _rendered(self, before: Sequence[Message], new: Sequence[Message]) -> str:
-        """What a template puts after the policy's turn, which has come after the messages ``before``."""
+        """A template's text after the policy's turn, which has come after the messages ``before``."""
         if not all(isinstance(message.get("content"), str) for message in new):
             raise TurnsError("answers with more than text")
         render = self._tokenizer.apply_chat_template
@@ -115,7 +115,7 @@ class Turns:
 
 
 class Again:
-    """What the policy said in a completion, said once more: a :data:`Say`.
+    """Replay of a completion's turns of the policy: a :data:`Say`.
 
     Args:
         token_ids: [L], of the response.

@@ -35,15 +35,15 @@ from megatron_dppo.data.turns import Again, Message, NothingLeftError, Tools, Tu
 from megatron_dppo.errors import UserError
 
 HELD_OUT_SEED = 0
-"""Of the draw of held-out problems, the same for all runs."""
+"""Seed of the draw of held-out problems, for all runs."""
 RUBRICS = ("verifiers.rubrics", "verifiers.legacy.rubrics")
 """Loggers of rubrics, by release."""
 DOWN = (TimeoutError, verifiers.InfraError)
-"""What :func:`play` raises where another attempt may succeed."""
+"""Errors of :func:`play` after which another attempt may succeed."""
 
 
 Answer = Callable[[Sequence[Message]], Awaitable[str]]
-"""What the policy says to the messages so far."""
+"""The policy's answer to the messages so far."""
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> Any:
@@ -86,7 +86,7 @@ class _Policy(Client):
     """
 
     failure: Exception | None = None
-    """What it raised. An environment takes whatever a client raises for an answer of the server's."""
+    """The answer's exception. An environment takes whatever a client raises for an answer of the server's."""
 
     def __init__(self, answer: Answer, tools: Tools) -> None:
         super().__init__(answer)

@@ -17,7 +17,8 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 UNKNOWN = "<|unknown|>"
 SPECIALS = (END_OF_TEXT, TURN_START, TURN_END)
 SUM_CHARACTERS = "0123456789+-*/=#\n abcdefghijklmnopqrstuvwxyz"
-"""What sums need, and the letters of a chat template's roles: 48 tokens with the specials, which 16 ranks divide."""
+"""Characters of sums, and the letters of a chat template's roles: 48 tokens with the specials, which 16 ranks
+divide."""
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

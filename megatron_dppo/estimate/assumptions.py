@@ -62,21 +62,15 @@ class Assumptions:
     was measured of as much pruning on sums (estimate/levers.py); a run of your own task is better."""
     low_share: float = 0.5
     """Share of scores below the mean, which the rules called threshold prune. A guess."""
-    pack_fill: float = 0.97
-    """Share of a pack's slots with tokens: what our packer looks for at least (benchmarks/packing.py finds 0.99)."""
-    train_flops_share: float = 0.4
-    """Of the matrix rate, over whole passes of the trainer. Public recipes reach 0.5 in pretraining on Hopper; shorter
-    packs and tensor parallelism cost some of it. A run's own figure is better."""
-    expert_flops_share: float = 0.2
-    """The same for the products of experts, with the copies of tokens around them. A guess: the products of a layer of
-    Qwen3-30B-A3B would take 0.19 us a token on an H100 at 0.4, and some ten readings and writings of its eight copies
-    0.14 us. Megatron's own recipes for such Qwens tell of 89 to 302 TFLOP/s over whole passes, exchange included."""
+    pack_fill: float = 0.99
+    """Share of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py finds 0.99)."""
+    busy_share: float = 0.85
+    """Share of the trainer's passes in which kernels and messages run at the rates of ``estimate/roofline.py``. In the
+    rest a GPU waits for launches, for the slowest rank, or runs at a lower clock. A guess: pre-training, with even
+    packs, reaches 0.83 (2B) to 0.91 (175B) by Megatron-LM's README (0.41 and 0.47 of the matrix rate on H100s)."""
     expert_imbalance: float = 1.5
     """Tokens of the busiest expert-parallel rank of a layer, for which the others wait, over their mean. A guess:
     routers are balanced over what they were pretrained on, not over mathematics."""
-    exchange_share: float = 0.7
-    """Of NVLink within a node, and of the network between nodes, for tokens on their way to experts and back. Kernels
-    made for it (DeepEP) reach 0.85 to 0.95, NCCL's all-to-all less."""
     decode_bandwidth_share: float = 0.7
     """Of the memory's bandwidth, for weights and cache read by a decode step. Streaming kernels reach 0.8 to 0.9;
     attention over pages of a cache less."""
@@ -101,10 +95,8 @@ class Assumptions:
     for a model of 32B."""
     sync_copy_gb_s: float = 2.0
     """GB/s of weights that go by disk. A guess: disks differ."""
-    reduce_share: float = 0.7
-    """Of the network, for gradients summed over replicas."""
     overhead_s: float = 5.0
-    """Seconds of a step for scoring, planning, moving tokens and the optimizer. A guess."""
+    """Seconds of a step for scoring, planning and moving tokens. A guess."""
 
 
 def read_assumptions(words: Sequence[str]) -> Assumptions:

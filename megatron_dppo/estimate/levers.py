@@ -175,7 +175,7 @@ def pruning_of(config: Config) -> Levers | None:
     pruning = config.pruning
     kept = []
     for level in (pruning.prompts, pruning.completions):
-        if level.rule not in ("none", "neyman") or level.schedule != ScheduleConfig():
+        if level.named not in ("none", "neyman") or level.schedule != ScheduleConfig():
             return None
-        kept.append(level.keep if level.rule == "neyman" else 1.0)
+        kept.append(level.keep if level.named == "neyman" else 1.0)
     return Levers(prompts=kept[0], completions=kept[1]) if pruning.refill == "none" else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.levers import SHARES, LeverRow, lever_table, measured_price, pruning_of
 from megatron_dppo.estimate.memory import (
@@ -20,6 +20,7 @@ from megatron_dppo.estimate.memory import (
     shape_of,
 )
 from megatron_dppo.estimate.remedies import Change, Closest, Search, remedies
+from megatron_dppo.estimate.search import Proposal, search
 from megatron_dppo.estimate.server import ServerMemory, server_memory
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
@@ -133,6 +134,23 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         cost=_cost(setup, pruned),
         cost_unpruned=_cost(setup, unpruned),
     )
+
+
+def proposals(config: Config, assume: Assumptions, count: int) -> tuple[int, list[Proposal]]:
+    """The ranks of the trainer, and the fastest settings for them (:func:`search`). The run's own layout may be wrong.
+
+    Raises:
+        UserError: as :func:`make_plan`, but for the layout.
+    """
+    shape, any_layout = shape_of(config.model.path), replace(config, layout=LayoutConfig())
+    check_config(any_layout)
+    setup = Setup(config, shape, place(any_layout, shape), assume)
+
+    def fitting(other: Setup) -> Memory | None:
+        actor, server = _memory(other)
+        return actor if actor.fits and server.fits else None
+
+    return setup.placement.ranks, search(setup, count, fitting)
 
 
 def _memory(setup: Setup) -> tuple[Memory, ServerMemory]:

@@ -56,7 +56,7 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
     return replace(section, **{name: _with(getattr(section, name), rest, value) if rest else value})
 
 
-def _changed(config: Config, change: Change) -> Change:
+def changed(config: Config, change: Change) -> Change:
     """Without what is so already."""
     return {key: value for key, value in change.items() if attrgetter(key)(config) != value}
 
@@ -77,7 +77,7 @@ def remedies(config: Config, shape: PolicyShape, lack: Callable[[Config], float]
         lack: bytes that another one lacks on its fullest GPU, 0 where it fits; may raise UserError for one that is no
             configuration at all.
     """
-    options = [[_changed(config, change) for change in option] for option in _options(config, shape)]
+    options = [[changed(config, change) for change in option] for option in _options(config, shape)]
     more = [{"cluster.nodes": config.cluster.nodes * factor} for factor in (2, 4, MOST_NODES)]
     tried: list[tuple[float, Change]] = []
     for among in (options, [*options, more]):
@@ -134,16 +134,16 @@ def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
     tokens = sorted({max(config.pack.max_tokens >> i, least) for i in (1, 2, 3)}, reverse=True)
     if tokens[-1] < config.pack.max_tokens:
         yield [{"pack.max_tokens": size} for size in tokens]
-    if parts := _larger(layout.tp, min(cluster.gpus_per_node, shape.kv_heads), shape.kv_heads):
+    if parts := larger(layout.tp, min(cluster.gpus_per_node, shape.kv_heads), shape.kv_heads):
         yield [{"layout.tp": tp, "layout.sequence_parallel": True} for tp in parts]
-    if parts := _larger(layout.ep, shape.experts, shape.experts):
+    if parts := larger(layout.ep, shape.experts, shape.experts):
         whole = {"layout.etp": 1} if layout.expert_tp > 1 else {}
         yield [{"layout.ep": ep} | whole for ep in parts]
     if stages := [pp for pp in range(layout.pp + 1, MOST_STAGES + 1) if _stages(pp, shape.num_layers)]:
         yield [{"layout.pp": pp, **(_stages(pp, shape.num_layers) or {})} for pp in stages]
     yield [{"layout.cp": layout.cp * factor} for factor in (2, 4)]
     if rollout.engine != "local" and isinstance(rollout.launch.tp, int):
-        sizes, count = _larger(rollout.launch.tp, cluster.gpus_per_node, shape.heads), rollout.launch.count
+        sizes, count = larger(rollout.launch.tp, cluster.gpus_per_node, shape.heads), rollout.launch.count
         fewer = [{"rollout.launch.count": max(count * rollout.launch.tp // tp, 1)} if count else {} for tp in sizes]
         if sizes:
             yield [{"rollout.launch.tp": tp} | less for tp, less in zip(sizes, fewer, strict=True)]
@@ -153,7 +153,7 @@ def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
         yield [{"cluster.nodes": train, "cluster.server_nodes": serve} for train, serve in counts]
 
 
-def _larger(value: int, most: int, of: int) -> list[int]:
+def larger(value: int, most: int, of: int) -> list[int]:
     """Divisors of ``of`` above a value, up to a limit."""
     return [number for number in range(value + 1, most + 1) if of % number == 0]
 
@@ -171,7 +171,7 @@ def _stages(pp: int, layers: int) -> Change | None:
 
 def _limits(config: Config, shape: PolicyShape) -> Iterator[str]:
     layout, cluster = config.layout, config.cluster
-    tp = max(_larger(0, min(cluster.gpus_per_node, shape.kv_heads), shape.kv_heads))
+    tp = max(larger(0, min(cluster.gpus_per_node, shape.kv_heads), shape.kv_heads))
     yield (
         f"layout.tp = {layout.tp}, at most {tp}: it divides the {shape.kv_heads} key-value heads, and is within a node "
         f"of {cluster.gpus_per_node} GPUs"

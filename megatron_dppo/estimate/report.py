@@ -16,8 +16,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.levers import Gain, LeverRow
 from megatron_dppo.estimate.memory import Memory, shape_of
-from megatron_dppo.estimate.plan import Plan, as_json, make_plan
+from megatron_dppo.estimate.plan import Plan, as_json, make_plan, proposals
 from megatron_dppo.estimate.remedies import MOST_AT_ONCE, MOST_NODES, nodes_of, with_settings
+from megatron_dppo.estimate.search import SPARE
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 from megatron_dppo.trainer.disk import size_text
@@ -75,6 +76,33 @@ def plan(
             words = " ".join(f"--{name} {value}" for name, value in ({"method": "width"} | how).items())
             print("\n".join(["", *smaller_text(made, smaller, f"--keep {keep:g} {words}")]))
     return 0 if (smaller or made).fits else 1
+
+
+def plan_search(config: Config, assumed: Sequence[str], count: int, *, json_wanted: bool) -> int:
+    """``megatron-dppo plan --search``: print settings, the fastest first. Returns 0, or 1 if none fit.
+
+    Args:
+        config: of the run.
+        assumed: words ``assume.x=y``.
+        count: of proposals.
+        json_wanted: print a JSON list instead of text.
+
+    Raises:
+        UserError: for what :func:`proposals` refuses, and a count below 1.
+    """
+    if count < 1:
+        raise UserError("--search", count, "is no number of proposals", "Give 1 or more")
+    ranks, found = proposals(config, read_assumptions(assumed), count)
+    if json_wanted:
+        print(json.dumps([asdict(each) | {"total": each.actor.total} for each in found]))
+        return 0 if found else 1
+    print(f"{config.model.path} on {ranks} GPUs that train: seconds of a step without rollouts, memory, settings")
+    for each in found:
+        words = " ".join(f"{key}={short(value)}" for key, value in each.change.items()) or "as it is"
+        print(f"{each.seconds:8.1f} s  {each.actor.total / GIB:5.1f} of {each.actor.room / GIB:.1f} GiB  {words}")
+    if not found:
+        print(f"no layout fits with {SPARE:.0%} of the memory to spare")
+    return 0 if found else 1
 
 
 def as_text(made: Plan) -> Iterator[str]:

@@ -18,7 +18,8 @@ class ServerMemory:
     tokens: int
     """Tokens that the cache of the server has room for."""
     concurrency: int
-    """Completions of mean length that the cache has room for."""
+    """Completions that the cache has room for while each, on average over its decoding, is half done. An engine
+    interrupts some as they grow."""
 
     @property
     def fits(self) -> bool:
@@ -50,4 +51,6 @@ def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     tokens = max(int((room - sum(parts.values())) / per_token), 0)
     parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
     most = config.rollout.max_batch if config.rollout.engine == "local" else 10**9
-    return ServerMemory(Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.mean)), most))
+    return ServerMemory(
+        Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.typical / 2)), most)
+    )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_dppo.estimate.memory import layers_of_stage, parameters_of, rank_elements, shape_of
+from megatron_dppo.estimate.kernels import Passes, Seconds, optimizer_seconds, reduction_seconds, stage_passes
+from megatron_dppo.estimate.memory import parameters_of, shape_of
 from megatron_dppo.estimate.server import cache_bytes
 from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
 from megatron_dppo.models.shape import PolicyShape
 
 BINS = 64
 """Into so many stretches a response is cut. In each, the number of completions still decoding counts as constant."""
+
+
+UPDATE = ("training", "messages", "token exchange", "pipeline bubble")
+"""Phases of an update's passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +42,11 @@ class StepTime:
 
 def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The time of a step's phases, if a server decodes at most ``concurrency`` completions at once."""
-    config, layout, work = setup.config, setup.placement.layout, work_of(setup)
-    rolled = generation(setup, work, most=concurrency)
-    packs = packs_of(setup)
-    waits = (layout.pp - 1) / (layout.vpp * packs)
-    once, update = forward_pass(setup), update_pass(setup)
-    train = update.seconds(work.trained, work.responses)
-    exchange = update.exchange_seconds(work.trained)
-    forward = once.both(work.trained, work.responses) * (1 + waits)
-    everything = once.both(work.seen, work.generated) * (1 + waits)
-    taught = 0.0
-    for teacher in config.loss.distillation.models:  # as if each had sequences in all packs
-        theirs = forward_pass(replace(setup, shape=shape_of(teacher)))
-        taught += theirs.both(work.trained, work.responses) * (1 + waits)
+    config, work, packs = setup.config, work_of(setup), packs_of(setup)
+    rolled, trainer = generation(setup, work, most=concurrency), trainer_phases(setup)
     phases = {
         "generation": 0.0 if config.data.rollouts else rolled.seconds,
-        "score norms": everything if config.pruning.completions.score == "head" else 0.0,
-        "old log-probabilities": forward if work.updates > 1 else 0.0,
-        "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
-        "teacher": taught,
-        "training": train,
-        "token exchange": exchange,
-        "pipeline bubble": (train + exchange) * waits,
-        "gradient reduction": _reduction_seconds(setup) * work.updates,
+        **trainer,
         "weight sync": _sync_seconds(setup),
         "overhead": setup.assume.overhead_s,
     }
@@ -66,16 +54,56 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     if config.rollout.ahead:
         seconds = max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])
     useful = 3.0 * (sum(layer_flops(setup)) * work.trained + head_flops(setup.shape) * work.responses)
+    passing = sum(trainer[phase] for phase in UPDATE)
     return StepTime(
         work=work,
         phases=phases,
         seconds=seconds,
         packs=packs,
-        bubble=waits / (1 + waits),
+        bubble=_waits(setup) / (1 + _waits(setup)),
         batch=rolled.batch,
         long_tail=rolled.long_tail,
-        model_flops_share=useful / (setup.placement.ranks * setup.rate * (train + exchange) * (1 + waits)),
+        model_flops_share=useful / (setup.placement.ranks * setup.rate * passing),
     )
+
+
+def trainer_phases(setup: Setup) -> dict[str, float]:
+    """Seconds of a step's phases on the trainer's GPUs."""
+    config, work, through = setup.config, work_of(setup), stage_passes(setup)
+    packs, stages = packs_of(setup) * work.updates, range(setup.placement.layout.pp)
+    train = slowest(each.update for each in through).times(packs / setup.assume.busy_share)
+    forward = _scoring(setup, through, packs)
+    teachers = [replace(setup, shape=shape_of(teacher)) for teacher in config.loss.distillation.models]
+    seen = work.seen / work.trained if work.trained else 0.0
+    return {
+        "score norms": forward * seen if config.pruning.completions.score == "head" else 0.0,
+        "old log-probabilities": forward if work.updates > 1 else 0.0,
+        "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
+        # as if each had sequences in all packs
+        "teacher": sum(_scoring(theirs, stage_passes(theirs), packs) for theirs in teachers),
+        "training": train.kernels,
+        "messages": train.messages,
+        "token exchange": train.exchange,
+        "pipeline bubble": train.total * _waits(setup),
+        "gradient reduction": max(reduction_seconds(setup, stage) for stage in stages) * work.updates,
+        "optimizer": max(optimizer_seconds(setup, stage) for stage in stages) * work.updates,
+    }
+
+
+def _waits(setup: Setup) -> float:
+    """Time that a stage waits in a pass over all packs, over the time that it works."""
+    layout = setup.placement.layout
+    return (layout.pp - 1) / (layout.vpp * packs_of(setup))
+
+
+def slowest(stages: Iterable[Seconds]) -> Seconds:
+    """The stage that the others wait for."""
+    return max(stages, key=lambda seconds: seconds.total)
+
+
+def _scoring(setup: Setup, through: Iterable[Passes], packs: float) -> float:
+    """Seconds of forward passes of log-probabilities over so many packs."""
+    return slowest(each.forward for each in through).total * packs / setup.assume.busy_share * (1 + _waits(setup))
 
 
 def layer_flops(setup: Setup) -> tuple[float, float]:
@@ -90,93 +118,6 @@ def layer_flops(setup: Setup) -> tuple[float, float]:
 def head_flops(shape: PolicyShape) -> float:
     """FLOPs of a response token's forward pass through the head."""
     return 2.0 * parameters_of(shape).head
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Seconds that a pass of the trainer takes for each token, if the ranks of one stage had all layers."""
-
-    layers: float
-    """Of products and sums."""
-    head: float
-    """Of them, for each response token."""
-    exchange: float
-    """Of the way to the experts and back."""
-    longest: float
-    """Share of the layers of the stage that has the most."""
-    last: float
-    """Share of the layers of the last stage, which also has the head."""
-
-    def seconds(self, tokens: float, responses: float) -> float:
-        """Seconds of the slowest pipeline stage, without the exchange.
-
-        Args:
-            tokens: that go through the layers.
-            responses: those of them that go through the head.
-        """
-        return max(self.longest * self.layers * tokens, self.last * self.layers * tokens + self.head * responses)
-
-    def exchange_seconds(self, tokens: float) -> float:
-        return self.longest * self.exchange * tokens
-
-    def both(self, tokens: float, responses: float) -> float:
-        return self.seconds(tokens, responses) + self.exchange_seconds(tokens)
-
-
-def forward_pass(setup: Setup) -> Pass:
-    """A forward pass of log-probabilities."""
-    return _pass(setup, attention=1.0, feed_forward=1.0, head=1.0, exchange=1.0)
-
-
-def update_pass(setup: Setup) -> Pass:
-    """A forward and a backward pass, with what the latter repeats: the head always, a layer where it is recomputed."""
-    recompute = setup.config.model.recompute
-    again, feed_forward = float(recompute == "full"), float(recompute != "none")
-    return _pass(setup, attention=3.0 + again, feed_forward=3.0 + feed_forward, head=4.0, exchange=2.0 + feed_forward)
-
-
-def _pass(setup: Setup, *, attention: float, feed_forward: float, head: float, exchange: float) -> Pass:
-    """So many forward passes of each part. Every layer waits for the busiest of its expert-parallel ranks."""
-    shape, layout, assume = setup.shape, setup.placement.layout, setup.assume
-    ranks = layout.tp * layout.cp * (layout.dp or 1) * assume.pack_fill
-    stages = [layers_of_stage(shape, stage, layout) / shape.num_layers for stage in range(layout.pp)]
-    of_attention, of_feed_forward = layer_flops(setup)
-    share = assume.expert_flops_share if shape.experts else assume.train_flops_share
-    layers = attention * of_attention / assume.train_flops_share
-    layers += feed_forward * of_feed_forward * setup.imbalance / share
-    return Pass(
-        layers=layers / (ranks * setup.rate),
-        head=head * head_flops(shape) / (ranks * setup.rate * assume.train_flops_share),
-        exchange=exchange * exchange_seconds(setup) * shape.num_layers / ranks,
-        longest=max(stages),
-        last=stages[-1],
-    )
-
-
-def exchange_seconds(setup: Setup) -> float:
-    """Seconds in which a layer's router sends a token to the busiest rank of its experts and has it back.
-
-    A token is sent once for each of its experts: to another expert-parallel rank, if the expert is there, over NVLink
-    or, to another node, over the network; then to the other tensor-parallel ranks of the expert.
-    """
-    shape, layout, gpu = setup.shape, setup.placement.layout, setup.gpu
-    token = float(shape.hidden * setup.width)
-    near_ranks = max(setup.config.cluster.gpus_per_node // layout.expert_tp, 1)
-    far = max(layout.ep - near_ranks, 0) / layout.ep
-    near = (min(layout.ep, near_ranks) - 1) / layout.ep + layout.expert_tp - 1
-    copies = shape.experts_per_token * setup.imbalance
-    return 2.0 * copies * token * max(near / gpu.nvlink, far / gpu.network) / setup.assume.exchange_share
-
-
-def _reduction_seconds(setup: Setup) -> float:
-    """Seconds to bring an update's gradients to each rank's shard as fp32 sums, and the weights back."""
-    placement = setup.placement
-    stages = (rank_elements(setup.shape, stage, placement.layout) for stage in range(placement.layout.pp))
-    moved = max(
-        elements.dense * (placement.replica > 1) + elements.experts * (placement.expert_replica > 1)
-        for elements in stages
-    )
-    return (4.0 + setup.width) * moved / (setup.gpu.network * setup.assume.reduce_share)
 
 
 def _sync_seconds(setup: Setup) -> float:

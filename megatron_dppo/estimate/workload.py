@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from megatron_dppo.config import (
     WEIGHT_BYTES,
@@ -16,7 +17,7 @@ from megatron_dppo.config import (
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, Gpu
 from megatron_dppo.models.shape import PolicyShape, check_layout
-from megatron_dppo.parallel.layout import resolve_layout
+from megatron_dppo.parallel.layout import capacity_multiple, resolve_layout
 from megatron_dppo.rl.packing import packs_wanted
 from megatron_dppo.rl.pruning.schedule import scheduled_keep, window_size
 from megatron_dppo.rollout.servers.launch import tensor_parallel
@@ -201,7 +202,9 @@ def work_of(setup: Setup) -> Work:
     """The work of a step, on average over the run."""
     config, assume, mean, prompt = setup.config, setup.assume, setup.lengths.mean, setup.prompt
     steps, samples = config.run.steps, config.rollout.samples_per_prompt
-    every = max(steps // 1000, 1)  # a thousand steps show the schedules of a million
+    schedules = {config.pruning.prompts.schedule, config.pruning.completions.schedule}
+    constant = {schedule.shape for schedule in schedules} == {"constant"} and not any(s.off_last for s in schedules)
+    every = steps if constant else max(steps // 1000, 1)  # a thousand steps show the schedules of a million
     shares = [_shares(config, step, assume) for step in range(0, steps, every)]
     prompts, kept = (sum(values) / len(shares) for values in zip(*shares, strict=True))
     completions, alone = prompts * samples, kept * samples * (prompt + mean)
@@ -233,12 +236,37 @@ def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
 
 
 def packs_of(setup: Setup) -> int:
-    """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline."""
+    """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline; sequences
+    longer than half a pack are in packs of their own."""
     config, layout, work = setup.config, setup.placement.layout, work_of(setup)
-    tokens, replicas = work.trained / work.updates, layout.dp or 1
+    tokens, replicas, most = work.trained / work.updates, layout.dp or 1, config.pack.max_tokens
     sequences = work.kept / work.updates / replicas
-    full = ceil(tokens / (replicas * config.pack.max_tokens * setup.assume.pack_fill))
-    return max(full, min(packs_wanted(config.pack.min_per_rank, layout.pp), int(sequences)), layout.least_packs)
+    full = ceil(tokens / (replicas * most * setup.assume.pack_fill))
+    alone = ceil(sequences * setup.lengths.longer_than(most / 2 - setup.prompt))
+    return max(full, alone, min(packs_wanted(config.pack.min_per_rank, layout.pp), int(sequences)), layout.least_packs)
+
+
+class MeanPack(NamedTuple):
+    """A pack of an update, on average over the run, as one rank has it."""
+
+    tokens: int
+    """Slots of its context-parallel part, padding included."""
+    pairs: float
+    """Σ n² over its sequences of n tokens; causal attention computes half of these pairs."""
+    responses: float
+    """Tokens that go through the head."""
+
+
+def mean_pack(setup: Setup) -> MeanPack:
+    """The pack of which :func:`packs_of` makes an update. Its capacity is what its tokens, or the longest sequence,
+    need."""
+    config, layout, work = setup.config, setup.placement.layout, work_of(setup)
+    share = 1.0 / (work.updates * (layout.dp or 1) * packs_of(setup))
+    multiple = capacity_multiple(layout, config.pack.max_tokens, cuda=True)
+    longest = setup.prompt + setup.lengths.limit
+    slots = ceil(max(work.trained * share / setup.assume.pack_fill, longest) / multiple) * multiple
+    slots = min(slots, config.pack.max_tokens // multiple * multiple)
+    return MeanPack(slots // layout.cp, work.trained * share * work.context, work.responses * share / layout.cp)
 
 
 def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:
@@ -262,7 +290,7 @@ def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, floa
         case rule:
             rolled = usable = window * (keep if rule == "neyman" else 1.0)
     keep = scheduled_keep(pruning.completions.keep, pruning.completions.schedule, step, total)
-    match pruning.completions.rule:
+    match pruning.completions.named:
         case "none":
             keep = live
         case "threshold" | "threshold_deterministic":

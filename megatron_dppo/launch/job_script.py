@@ -69,7 +69,7 @@ def job_words(words: Sequence[str]) -> list[str]:
 
 
 def job_environment(config: Config) -> dict[str, str]:
-    """What ``job.sh`` reads from its environment."""
+    """Variables that ``job.sh`` reads."""
     cluster = config.cluster
     told = {"CONTAINER": cluster.container or "", "CONTAINER_MOUNTS": ",".join(cluster.mounts)}
     return told if cluster.container else {**told, "PYTHON": sys.executable}

@@ -40,7 +40,7 @@ JOBS = {
     "eval": "megatron_dppo.eval:evaluate_model",
     "probe-tree": "megatron_dppo.probe_tree:probe_tree",
 }
-"""What a rank can be told to run, besides any ``module:function`` that takes a Config."""
+"""Jobs of a rank, besides any ``module:function`` that takes a Config."""
 
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 TOO_MANY_FILES = os.strerror(errno.EMFILE)
@@ -51,7 +51,7 @@ LOST = re.compile(
     rf"{LOST_CONTACT}|connection (was )?(closed|reset|refused)|broken pipe|failed to (recv|send)|gloo|nccl|tcpstore",
     re.IGNORECASE,
 )
-"""What libraries say where the other end of a connection has gone."""
+"""Libraries' messages when the other end of a connection has gone."""
 
 
 def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Callable[[], None] | None = None) -> int:
@@ -128,7 +128,7 @@ def _function(job: str | Callable[[Config], None]) -> Callable[[Config], None]:
 
 
 def set_environment(config: Config) -> None:
-    """What CUDA's libraries read when a rank first uses them, whoever has started the rank."""
+    """Set the variables that CUDA's libraries read when a rank first uses them, whoever has started the rank."""
     # Kernels that send start before those that multiply only where both wait in one queue: tensor and context
     # parallelism overlap by that.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -168,7 +168,7 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
 
 
 def _disk_error(config: Config, error: OSError) -> UserError | None:
-    """What the user can mend about ``run.dir``: its disk is full, or something stands where the run has its files."""
+    """Error about ``run.dir`` for the user: its disk is full, or something stands where the run has its files."""
     if error.errno in DISK_IS_FULL:
         problem = f"could not be written to ({error}); the last good checkpoint is untouched"
         remedy = "Free some room or point run.dir at another disk, and run the same command again: it resumes"

@@ -74,7 +74,7 @@ def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None
 
 
 def prepare_environment(config: Config) -> None:
-    """Of a process that is a rank, or may become one, before anything asks CUDA how many GPUs there are."""
+    """Prepare a process that is a rank, or may become one, before anything asks CUDA how many GPUs there are."""
     outlive_readers()
     open_more_files()
     if srun_started(os.environ):

@@ -52,7 +52,7 @@ Reduce = Callable[[Microbatch, DeviceArrays, tuple[torch.Tensor, ...]], tuple[to
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
         UpdateResult(sums={"train/loss": -0.02, "tokens": 512.0}, grad_norm=0.31, expert_load={})
 
@@ -89,7 +89,7 @@ class Policy:
         self.routing = RoutingReplay(self.chunks, self.world, self.shape.routing)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Of all chunks."""
+        """Parameters of all chunks."""
         return chain.from_iterable(chunk.parameters() for chunk in self.chunks)
 
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
@@ -132,7 +132,7 @@ class Policy:
         return [part.numpy() for part in values.split([len(part) for part in measured])]
 
     def _share(self, pack: Pack) -> Share | None:
-        """What this rank computes of a pack, from what the host knows of it; None: all."""
+        """This rank's share of a pack, from arrays on the host; None: the whole pack."""
         cp = self.world.layout.cp
         if cp == 1:
             return None

@@ -38,7 +38,7 @@ def held_positions(lengths: Sequence[int], rank: int, size: int) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank holds of a pack with R response tokens. It is made on the host, from what the host knows of the pack.
+    """A rank's share of a pack with R response tokens, made on the host from the pack's arrays there.
 
         Share(held=[0, 1, 6, 7], mine=[0, 2], predictors=[1, 2])
 
@@ -90,7 +90,7 @@ def _in_order(share: torch.Tensor) -> torch.Tensor:
 
 
 def gather_responses(part: HeadOutput, mine: torch.Tensor, responses: int, group: dist.ProcessGroup) -> HeadOutput:
-    """What all ranks say of R = ``responses`` tokens, on every rank, from what each says of those it holds. Collective.
+    """Outputs of all R = ``responses`` tokens on every rank, from each rank's own. Collective.
 
     Every rank then computes the same loss of all R. On the way back each takes the gradient of its own tokens and of no
     others, so that the loss counts once.

@@ -67,8 +67,7 @@ class Teacher(Frozen):
     def heads(
         self, packs: Sequence[Pack], taught: Sequence[Bools], direction: Literal["reverse", "forward"]
     ) -> list[TeacherHead | None]:
-        """Of each pack what the policy's head asks for, on the ranks of the last stage; None elsewhere. Collective over
-        the replica.
+        """Teacher head of each pack on the ranks of the last stage; None elsewhere. Collective over the replica.
 
         The states stay on the device: a response token takes the teacher's width in its dtype, until it is trained on.
         So does the output layer.
@@ -97,7 +96,7 @@ class Teacher(Frozen):
         ]
 
     def _places(self, pack: Pack, taught: Bools) -> torch.Tensor | None:
-        """Of the targets that this rank scores the places of those that are taught; None: all are."""
+        """Places of the taught targets among those that this rank scores; None: all are taught."""
         if taught.all():
             return None
         share = self._share(pack)

@@ -1,4 +1,4 @@
-"""What a transformer layer is made of: torch's own operations, which run anywhere, or Transformer Engine's kernels.
+"""Modules of a transformer layer: torch's own operations, which run anywhere, or Transformer Engine's kernels.
 
 Both specifications write the same checkpoint keys. Transformer Engine fuses a norm into the linear layer behind it;
 Megatron's key map gives the separate norms of the other one those fused names (``linear_qkv.layer_norm_weight``). The

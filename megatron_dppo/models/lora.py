@@ -44,7 +44,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 """The Hugging Face matrices in each of Megatron's linear layers, in the order of its outputs."""
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
 NAME = "lora"
-"""Of the adapters' module in a linear layer."""
+"""Name of the adapters' module in a linear layer."""
 
 
 class Adapter(torch.nn.Module):
@@ -84,7 +84,7 @@ class LayerAdapters(torch.nn.ModuleDict):
         self._blocks = shape.kv_heads // ranks if layer == "linear_qkv" else 1
         """Runs of the layer's outputs: in each, all its matrices have an equal share."""
         self._outputs: list[tuple[str, int]] = []
-        """Of all matrices in the layer, with adapters or without: their outputs on this rank."""
+        """Each matrix of the layer, with adapters or without: its name and its outputs on this rank."""
         for name in FUSED[layer]:
             outputs, inputs = (shape.extents[dimension] for dimension in DIMENSIONS[name])
             inputs, outputs = (inputs // ranks, outputs) if self._row_parallel else (inputs, outputs // ranks)
@@ -107,7 +107,7 @@ class LayerAdapters(torch.nn.ModuleDict):
             whole.sequence_parallel = self._sequence_parallel
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What the adapters add to the layer's outputs on this rank.
+        """The adapters' part of the layer's outputs on this rank.
 
         Args:
             inputs: [..., inputs], as the layer gets them.

@@ -32,7 +32,7 @@ class Microbatch:
     reference_logprobs: np.ndarray | None = None
     """[R]"""
     routing: RecordedRouting | None = None
-    """Of the pass that gave ``old_logprobs``, to be replayed in place of the pack's."""
+    """Routing of the pass that gave ``old_logprobs``; replayed in place of the pack's."""
     teachers: tuple[TeacherHead, ...] = ()
     """Each of some of the targets."""
 
@@ -58,14 +58,14 @@ class DeviceArrays:
     advantage: torch.Tensor
     """[R], fp32, as are the next five."""
     scale: torch.Tensor
-    """What a token's loss is multiplied by."""
+    """Factor of a token's loss."""
     engine_logprobs: torch.Tensor
     old_logprobs: torch.Tensor | None
     reference_logprobs: torch.Tensor | None
     teacher_logprobs: torch.Tensor | None
     """As in :class:`Pack`."""
     share: Share | None
-    """What this rank computes of the pack; None: all."""
+    """This rank's share of the pack; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

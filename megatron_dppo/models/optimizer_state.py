@@ -85,7 +85,7 @@ def _by_parameter(
 
 
 class OffloadedState:
-    """What a Megatron optimizer, chained or not, knows of its parameters: fp32 master weights and Adam's moments.
+    """State of a Megatron optimizer, chained or not: fp32 master weights and Adam's moments.
 
     Tensors stay the objects that they are, since Megatron refers to them from several places; only their data moves.
 

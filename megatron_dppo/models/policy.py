@@ -390,7 +390,7 @@ class PolicyModel(GPTModel):
 
 
 def _is_left_out(key: str) -> bool:
-    """Of the state of a chunk."""
+    """Whether a checkpoint omits a chunk's key."""
     return "_extra_state" in key or f".{NAME}." in key
 
 

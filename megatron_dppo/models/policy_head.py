@@ -2,7 +2,8 @@
 
 An fp32 ``[tokens, vocabulary]`` tensor takes 5 GB for 8,192 tokens of Qwen3's vocabulary, and a training step would
 hold several of them. Here none is made. The logits of a chunk of positions at a time are computed in a buffer of a set
-size, in the forward pass and again in the backward pass.
+size, in the forward pass and again in the backward pass. If one chunk takes all positions, Triton's kernels keep its
+logits for the backward pass.
 
 With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and target t:
 
@@ -31,7 +32,7 @@ LEARNED = ("logprobs", "divergence")
 
 
 class HeadOutput(NamedTuple):
-    """What the policy says of R response tokens, in fp32.
+    """Output of the policy head for R response tokens, in fp32.
 
         HeadOutput(logprobs=[-0.69], entropy=[0.69], score_norm=[0.71])
 
@@ -82,7 +83,7 @@ def score_responses(
         temperature: τ.
         tp_group: the tensor-parallel ranks; None for one.
         chunk_mib: size of the buffers that hold a chunk's logits and their gradient, in MiB. Large chunks read the
-            weight less often.
+            weight less often; one that takes all positions saves a product.
         score_norm: whether score norms are asked for.
     """
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
@@ -109,9 +110,10 @@ class _Score(torch.autograd.Function):
         peak = torch.full((len(targets),), LOWEST, device=hidden.device)
         sums = torch.zeros((4 if score_norm else 3, len(targets)), device=hidden.device)
         passes = _passes(hidden.is_cuda)
-        types = [torch.float32] * passes.BUFFERS
+        types, logits = [torch.float32] * passes.BUFFERS, None
         for chunk, buffers in chunks_of(len(targets), rows, types, chunk_mib, hidden.device):
-            logits_of(hidden[chunk], weight[:rows], out=buffers[0])
+            logits = buffers[0]
+            logits_of(hidden[chunk], weight[:rows], out=logits)
             passes.summarise(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
         if group is not None and len(targets):
             _combine(peak, sums, group)
@@ -122,6 +124,10 @@ class _Score(torch.autograd.Function):
             measured.append((torch.expm1(logprobs).square() + sums[3] / total.square()).sqrt())
         ctx.save_for_backward(hidden, weight, targets, peak + total.log())
         ctx.rows, ctx.temperature, ctx.chunk_mib = rows, temperature, chunk_mib
+        # With a buffer beside the logits, ``summarise`` overwrites them.
+        keeps = passes.BUFFERS == 1 and ctx.needs_input_grad[0]
+        fits = len(targets) <= _size_of_chunk(rows, _gradient_types(weight), chunk_mib)
+        ctx.logits = logits if keeps and fits else None
         ctx.mark_non_differentiable(*measured)
         return logprobs, *measured
 
@@ -141,23 +147,31 @@ class _Score(torch.autograd.Function):
 
 def _add_gradients(ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None) -> None:
     hidden, weight, targets, normaliser = ctx.saved_tensors
-    passes, vocabulary, wanted = _passes(hidden.is_cuda), weight[: ctx.rows], slope_type(weight)
-    types = [torch.float32] if wanted == torch.float32 else [torch.float32, wanted]
-    for chunk, buffers in chunks_of(len(targets), ctx.rows, types, ctx.chunk_mib, hidden.device):
+    passes, vocabulary, types = _passes(hidden.is_cuda), weight[: ctx.rows], _gradient_types(weight)
+    kept, ctx.logits = () if ctx.logits is None else (ctx.logits,), None  # the slope may overwrite them
+    for chunk, made in chunks_of(len(targets), ctx.rows, types[len(kept) :], ctx.chunk_mib, hidden.device):
+        buffers = kept + made
         logits, slope = buffers[0], buffers[-1]
-        logits_of(hidden[chunk], vocabulary, out=logits)
+        if not kept:
+            logits_of(hidden[chunk], vocabulary, out=logits)
         passes.slope(logits, targets[chunk], ctx.temperature, normaliser[chunk], grad[chunk], out=slope)
         hidden_gradient(slope, vocabulary, out=hidden_grad[chunk])
         if weight_grad is not None:
             add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
 
 
+def _gradient_types(weight: torch.Tensor) -> list[torch.dtype]:
+    """Types of the buffers of a chunk in the backward pass: logits, and their gradient, if that has another type."""
+    wanted = slope_type(weight)
+    return [torch.float32] if wanted == torch.float32 else [torch.float32, wanted]
+
+
 def left_to_autograd(weight: Any, gradient: torch.Tensor) -> torch.Tensor | None:
-    """What the backward pass returns for a weight whose whole fp32 gradient is ``gradient``.
+    """Gradient that the backward pass returns for a weight whose whole fp32 gradient is ``gradient``.
 
     DDP waits until autograd brings a weight its gradient, adds that to ``main_grad`` unless ``grad_added_to_main_grad``
-    says that it is there, and drops it. What is brought here is never read. A weight that is this stage's embedding as
-    well, which Megatron marks by ``zero_out_wgrad``, is brought the embedding's gradient, and that has to be added.
+    says that it is there, and drops it. The returned tensor is never read. A weight that is this stage's embedding
+    as well, which Megatron marks by ``zero_out_wgrad``, is brought the embedding's gradient, and that has to be added.
     """
     if not hasattr(weight, "main_grad"):
         return gradient.to(weight.dtype)
@@ -183,11 +197,16 @@ def chunks_of(
     """Slices of the positions, each with tensors [c, rows] of ``types``, reused, that all take ``chunk_mib``."""
     if rows == 0:
         return
-    size = max(1, min(positions, (chunk_mib << 20) // (rows * sum(kind.itemsize for kind in types))))
+    size = max(1, min(positions, _size_of_chunk(rows, types, chunk_mib)))
     storage = [torch.empty((size, rows), dtype=kind, device=device) for kind in types]
     for start in range(0, positions, size):
         stop = min(start + size, positions)
         yield slice(start, stop), tuple(buffer[: stop - start] for buffer in storage)
+
+
+def _size_of_chunk(rows: int, types: Sequence[torch.dtype], chunk_mib: int) -> int:
+    """Most positions whose tensors of ``types``, a value for each of ``rows``, take ``chunk_mib``."""
+    return (chunk_mib << 20) // max(rows * sum(kind.itemsize for kind in types), 1)
 
 
 def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -> None:

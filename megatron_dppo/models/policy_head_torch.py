@@ -1,6 +1,5 @@
-"""What the policy head does with a chunk of logits, in torch's operators: they run anywhere, and are the reference of
-:mod:`policy_head_triton`, which on CUDA does each of the two with one pass over the logits instead of up to ten.
-"""
+"""The policy head's operations on a chunk of logits, in torch's operators: they run anywhere, and are the reference of
+:mod:`policy_head_triton`, which on CUDA does each of the two with one pass over the logits instead of up to ten."""
 
 from __future__ import annotations
 

@@ -100,13 +100,13 @@ class SharedPrefixes(PackedSeqParams):
 
     rounds: Sequence[Round] = ()
     lengths: Sequence[int] = ()
-    """Of the padded segments, on the host."""
+    """Tokens of each padded segment, on the host."""
     frequencies: torch.Tensor | None = None
     """[t, 1, 1, head_dim], the rotary angles of this rank's tokens."""
 
 
 def shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> SharedPrefixes:
-    """Of a pack with a tree, for one of the context-parallel ranks: all but the angles, which the model has."""
+    """Description of a pack with a tree, for one context-parallel rank: all but the angles, which the model has."""
     assert pack.tree is not None
     starts = torch.as_tensor(pack.cu_seqlens, dtype=torch.int32)
     return SharedPrefixes(

@@ -50,7 +50,8 @@ class RouterReplay:
         self._target: torch.Tensor | None = None
         self._counted: torch.Tensor | None = None
         self._again: deque[torch.Tensor | None] = deque()
-        """Of passes whose layers run once more when their gradients are computed; microbatches come back in order."""
+        """Targets of passes whose layers run again when their gradients are computed; microbatches come back in
+        order."""
         self.chosen: torch.Tensor | None = None
         """[t, k], of the last pass."""
         self.counts: list[torch.Tensor] = []
@@ -161,7 +162,7 @@ class RoutingReplay:
 
     @contextmanager
     def recorded(self, microbatches: int) -> Iterator[Sequence[RecordedRouting]]:
-        """What is chosen in one pass of the policy over so many microbatches, for each of them; full at the end."""
+        """Routing of each microbatch in one pass of the policy; full when the pass ends."""
         self._record = [{} for _ in range(microbatches)]
         try:
             yield self._record

@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen2ForCausalLM": "qwen2",
 }
-"""What can be read, as config.json names it, with its ``model_type``. Qwen2.5 goes by Qwen2's name."""
+"""Supported architectures, as config.json names them, with their ``model_type``. Qwen2.5 uses Qwen2's name."""
 LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
 """Most of what names of tensors are made for; of anything else there may be 10⁹."""
 ROPE_THETA = 10000.0

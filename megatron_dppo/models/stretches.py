@@ -33,7 +33,7 @@ class Round:
     key_starts: torch.Tensor
     """[stretches + 1] int32, places in ``keys``."""
     lengths: tuple[tuple[int, int], ...]
-    """Of each stretch: how many queries, how many keys."""
+    """Numbers of queries and keys of each stretch."""
     causal: bool
     """Whether the n-th query of a stretch sees its first n keys only. It has as many queries as keys then."""
 
@@ -56,10 +56,10 @@ Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Kernel(Protocol):
-    """Of ``read``, the rows of a round."""
+    """Attention of a round over its rows of ``read``."""
 
     def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is attended to, [q, heads, head_dim], and the log-sum-exps, [q, heads] fp32 (fp64 of fp64)."""
+        """Attention outputs, [q, heads, head_dim], and log-sum-exps, [q, heads] fp32 (fp64 of fp64)."""
         ...
 
     def backward(

@@ -33,7 +33,7 @@ from megatron_dppo.models.policy_head import (
 
 
 class TeacherHead(NamedTuple):
-    """What this rank knows of a teacher's distributions at the r tokens of a pack that it scores.
+    """A teacher's states and output rows for the r tokens of a pack that this rank scores.
 
         TeacherHead(hidden=[[0.3, -1.2]], weight=[[1.0, 0.0], [0.0, 1.0]], direction="reverse")
 

@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on: a row for each step, notes, and warnings about the responses' length."""
+"""Output for a person while a run goes on: a row for each step, notes, and warnings about the responses' length."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _WARM_UP = ("loss", "grad", "lr", "seconds")
 
 
 class Console:
-    """What the leader prints. On a terminal it has colours and a bar of phases; elsewhere it writes plain lines.
+    """Output of rank 0. On a terminal it has colours and a bar of phases; elsewhere it writes plain lines.
 
     Args:
         total_steps: of the whole run, resumes included.

@@ -33,7 +33,7 @@ from megatron_dppo.process.files import replace_text
 Row = Mapping[str, float]
 STATE = "loggers.json"
 PROJECT = "megatron_dppo"
-"""Of the three, where their own variable names no other one."""
+"""Project of the three, unless their own variable names another."""
 PRIVATE = ("rollout.launch.", "rollout.servers", "loss.distillation.teachers", "data.verifiers.arguments")
 """Settings that no logger is told: commands, variables and addresses may have a secret in them."""
 _USER_OF_URL = re.compile(r"//[^/@\s]+@")
@@ -42,7 +42,7 @@ _PARAMETERS_AT_ONCE, _LONGEST_PARAMETER = 100, 6000
 
 
 class Sink(Protocol):
-    """What a library makes of a run's rows."""
+    """A library's log of a run's rows."""
 
     run: str
     """By which it finds the run again."""
@@ -176,7 +176,7 @@ _OPEN: Mapping[str, Callable[[Path, Mapping[str, Any], str | None], Sink]] = {
     "mlflow": _MLflow,
     "trackio": _Trackio,
 }
-"""What is made of a run's folder, its settings, and the run that it goes on with there, if any."""
+"""Makers of sinks, from a run's folder, its settings, and the run that is resumed there, if any."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -283,7 +283,7 @@ class Loggers:
 
 
 def _read_state(file: Path) -> dict[str, dict[str, Any]]:
-    """What each logger was given; nothing where the file is absent or damaged: then they make new runs."""
+    """Each logger's run and last step; empty if the file is absent or damaged: loggers then make new runs."""
     try:
         stored = json.loads(file.read_text())
         return {name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in stored.items()}

@@ -80,7 +80,7 @@ def write_summary(run_dir: Path | str) -> dict[str, Any]:
 
 
 def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
-    """What was written last; None if there is none, or if the metrics have been written to since."""
+    """Last summary; None if there is none, or if the metrics have been written to since."""
     file, metrics = Path(run_dir, FILE), Path(run_dir, METRICS)
     try:
         if metrics.exists() and file.stat().st_mtime < metrics.stat().st_mtime:
@@ -109,7 +109,7 @@ def _learned(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
-    """What pruning saved, compared with a run whose rules are both ``none``. Such a run does not train on completions
+    """Savings by pruning, compared with a run whose rules are both ``none``. Such a run does not train on completions
     with zero advantage either.
 
     The tokens of prompts that were not rolled out are taken to be like those of the others.

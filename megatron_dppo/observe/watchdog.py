@@ -45,7 +45,7 @@ OF_RANKS = "torch/distributed/"
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank tells the leader."""
+    """A rank's message to rank 0."""
 
     number: int
     """How many heartbeats it has sent."""

@@ -163,14 +163,11 @@ class _Encoding:
                 engine_logprobs=part[b:c].view(np.float32),
                 teacher_logprobs=part[c:d].view(np.float32) if self.taught else None,
                 loss_mask=said_by > 0,
-                advantage=float(samples.advantage[k]),
+                advantage=samples.token_advantages(k, said_by - np.int8(1)),
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),
                 shared=int(samples.shared_length[k]),
                 routing=table,
-                forks=tuple(samples.forks[k].tolist()),
-                branch_advantage=tuple(samples.branch_advantage[k].tolist()),
-                roles=said_by - np.int8(1) if samples.branch_advantage.shape[1] > samples.forks.shape[1] else None,
             )
             yield k, sample
 

@@ -12,11 +12,11 @@ FAST_MULTIPLE = 128
 
 
 def capacity_multiple(layout: LayoutConfig, max_tokens: int, *, cuda: bool) -> int:
-    """What the tokens of a pack are a multiple of: what the layout needs, on GPUs also what their kernels like.
+    """Divisor of a pack's tokens: required by the layout, on GPUs also preferred by their kernels.
 
     Args:
         layout: of the run.
-        max_tokens: most tokens in a pack. Where that is no multiple itself, what the layout needs is all: the longest
+        max_tokens: most tokens in a pack. If the kernels' divisor does not divide it, the layout's is used: the longest
             sequence that is allowed would else not fit.
         cuda: whether the ranks have GPUs.
     """

@@ -52,7 +52,7 @@ def open_store(host: str, timeout: timedelta, size: int | None = None) -> dist.T
 
 
 def rendezvous(environ: Mapping[str, str], timeout: timedelta) -> dict[str, object]:
-    """What ``init_process_group`` is told of the place where ranks meet; nothing where torch finds it by itself: under
+    """Arguments of ``init_process_group`` for the place where ranks meet; empty if torch finds it by itself: under
     torchrun, and on several machines."""
     import torch.distributed as dist
 

@@ -89,7 +89,7 @@ class World:
         return self.pp_rank == self.layout.pp - 1
 
     def from_leader(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on the leader, on every rank. An exception there is raised on every rank."""
+        """Run ``make`` on rank 0, and return its result on every rank. An exception there is raised on every rank."""
         moved()
         outcome: list[Any] = [None]
         if self.leads:
@@ -128,7 +128,7 @@ class World:
             raise UserError("rollout.timeout_s", f"{self.timeout_s:g}", problem, remedy) from error
 
     def capacity_multiple(self, layout: LayoutConfig, max_tokens: int) -> int:
-        """Of packs of at most ``max_tokens``, on these ranks' kind of device."""
+        """Divisor of packs' tokens, at most ``max_tokens`` each, on these ranks' kind of device."""
         return capacity_multiple(layout, max_tokens, cuda=self.device.type == "cuda")
 
     @contextmanager

@@ -20,7 +20,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.slime import MISSING, standing_in_for_slime
 
 FAILURES = Exception, SystemExit
-"""What a user's code may raise. ``sys.exit`` in it has failed like any other call."""
+"""Errors of a user's code. ``sys.exit`` in it has failed like any other call."""
 
 
 def load_function(setting: str, spec: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What functions written for slime import from it and are given by it.
+"""Names that functions written for slime import from it and are given by it.
 
 =====================================  ==========================================================================
 ``slime.utils.types``                  ``Sample``
@@ -28,7 +28,7 @@ from typing import Any
 MISSING = "Of slime's own names only Sample, post and GenerateState are here: bring the rest along in files of yours"
 Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 poster: ContextVar[Post] = ContextVar("poster")
-"""What :func:`post` is for the completion that is being generated."""
+""":func:`post` for the completion that is being generated."""
 
 
 class Arguments(SimpleNamespace):
@@ -73,9 +73,9 @@ class Sample:
     response_length: int = 0
     """Tokens."""
     loss_mask: list[int] | None = None
-    """Of the response: 1 for tokens that the policy sampled, 0 for those that it was given; None: all ones."""
+    """Mask of the response: 1 for tokens that the policy sampled, 0 for those that it was given; None: all ones."""
     rollout_log_probs: list[float] | None = None
-    """Of the response; what stands where the mask is 0 is not read."""
+    """Log-probabilities of the response; not read if the mask is 0."""
     weight_versions: list[str] = field(default_factory=list)
     status: Status = Status.PENDING
     session_id: str | None = None
@@ -110,7 +110,7 @@ class Sample:
 
 
 async def post(url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-    """What a server answers, read as JSON. Further arguments, of retries and headers, are the run's own business."""
+    """A server's answer, read as JSON. Further arguments, of retries and headers, are the run's own business."""
     return await poster.get()(url, payload)
 
 

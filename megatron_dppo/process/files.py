@@ -56,7 +56,7 @@ def file_digest(file: Path) -> str:
 
 
 def state_of(file: Path) -> tuple[int, int, int]:
-    """What changes when a file is replaced or written to."""
+    """State that changes when a file is replaced or written to."""
     stat = file.stat()
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 

@@ -18,10 +18,10 @@ IN_ASCII = {
     "█": "#", "■": "#", "─": "-", "–": "-", "—": "-", "−": "-", "━": "-", "│": "|", "×": "x", "·": ".", "…": "...",
     "⏎": "/", "→": "->", "✓": "+", "✗": "x", "‖": "||", "Δ": "d", "π": "pi", "’": "'",
 }  # fmt: skip
-"""What stands for the signs that we print."""
+"""ASCII replacements of printed signs."""
 PLAIN = "megatron_dppo.plain"
 COERCED = ("C.UTF-8", "C.utf8", "UTF-8")
-"""What Python sets LC_CTYPE to in a C locale (PEP 538)."""
+"""Python's values of LC_CTYPE in a C locale (PEP 538)."""
 
 
 def _plainly(error: UnicodeError) -> tuple[bytes, int]:
@@ -91,7 +91,7 @@ TO_DEVELOPERS = {
     "dist_checkpointing.strategies.torch": "async save is deprecated",
     "dist_checkpointing.strategies.common": "load_common is deprecated",
 }
-"""What modules of Megatron-Core log, from 0.19 on."""
+"""Logs of Megatron-Core's modules, from 0.19 on."""
 
 
 def quieten() -> None:
@@ -118,7 +118,7 @@ def _says_other_than(text: str, record: logging.LogRecord) -> bool:
 
 
 def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:
-    """What replaces a stream of Python's. One that is not that descriptor's file, as in a test, is left as it is."""
+    """Replacement of a stream of Python's. One that is not that descriptor's file, as in a test, is left as it is."""
     if stream is not None:
         try:
             ours = isinstance(getattr(getattr(stream, "buffer", None), "raw", None), _Stream)

@@ -1,4 +1,4 @@
-"""The book of a rehearsal: kernels, memory, copies, collectives and host waits."""
+"""The book of a rehearsal: kernels, memory, collectives and host waits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class Allocation:
     """Memory of one storage on the device."""
 
     bytes: int
-    kernel: str
     place: str
     alive: weakref.ref[torch.UntypedStorage]
 
@@ -53,10 +52,6 @@ class Book:
     kernels: list[KernelLaunch] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
     """Host waits for the device by reason and place."""
-    to_device: Counter[str] = field(default_factory=Counter)
-    """Bytes copied to the device by place."""
-    to_host: Counter[str] = field(default_factory=Counter)
-    """Bytes copied to the host by place."""
     collectives: Counter[str] = field(default_factory=Counter)
     """Collectives on device tensors by operator and number of ranks."""
     collective_bytes: Counter[str] = field(default_factory=Counter)
@@ -75,7 +70,7 @@ class Book:
 
     def clear(self) -> None:
         """Forget the counts. The peak restarts from the memory in use."""
-        for counts in (self.waits, self.to_device, self.to_host, self.collectives, self.collective_bytes):
+        for counts in (self.waits, self.collectives, self.collective_bytes):
             counts.clear()
         self.kernels.clear()
         self.bytes_peak, self.bytes_noted = self.bytes_now, 0
@@ -92,13 +87,13 @@ class Book:
         """Book a host wait."""
         self.waits[f"{reason} in {place()}"] += 1
 
-    def allocate(self, storage: torch.UntypedStorage, kernel: str) -> None:
+    def allocate(self, storage: torch.UntypedStorage) -> None:
         """Book the memory of a storage until the storage is freed. A storage in the book is not booked twice."""
         key, size = storage._cdata, storage.nbytes()
         if self.muted or key in self.allocations or not size:
             return
         alive = weakref.ref(storage, lambda _: self._free(key))
-        self.allocations[key] = Allocation(size, kernel, place(), alive)
+        self.allocations[key] = Allocation(size, place(), alive)
         self._grow(size)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:

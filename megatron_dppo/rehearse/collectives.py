@@ -18,9 +18,10 @@ def answer(book: Book, func: OpOverload, args: Sequence[Any], tensors: Sequence[
     """Book a collective of device tensors, or fill host tensors as if all ranks sent the same; return finished work."""
     name = func.name().removeprefix("c10d::").removesuffix("_")
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        key = f"{name} over {_ranks(args)}"
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        key = f"{name} over {ProcessGroup.unbox(named['process_group']).size()}"
         book.collectives[key] += 1
-        size = max(_bytes(argument) for argument in args)
+        size = max(tensor_bytes(*pytree.tree_leaves(argument)) for argument in args)
         book.collective_bytes[key] += size
         first = tensors[0].dtype
         book.launch(f"c10d::{key}", 0.0, size, first, first)
@@ -28,20 +29,6 @@ def answer(book: Book, func: OpOverload, args: Sequence[Any], tensors: Sequence[
         _repeat_own_part(name, args)
     work = FakeWork().boxed()
     return work if len(func._schema.returns) == 1 else (args[0], work)
-
-
-def _bytes(argument: object) -> int:
-    return tensor_bytes(*pytree.tree_leaves(argument))
-
-
-def _ranks(args: Sequence[Any]) -> int:
-    for argument in args:
-        if isinstance(argument, torch.ScriptObject):
-            try:
-                return int(ProcessGroup.unbox(argument).size())
-            except (RuntimeError, TypeError):  # a reduction's operator, which is boxed as well
-                continue
-    return 0
 
 
 def _repeat_own_part(name: str, args: Sequence[Any]) -> None:

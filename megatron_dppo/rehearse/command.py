@@ -74,8 +74,7 @@ def as_text(setup: Setup, found: dict[str, Any]) -> Iterator[str]:
     yield f"{config.model.path}: {where}, pipeline stage {found['stage']}, on a {config.cluster.gpu}"
     played = f"{found['packs_played']} were played" if found["packs_played"] < found["packs"] else "all were played"
     yield f"an update of {found['packs']} packs of {found['capacity']:,} tokens; {played}, in {found['took_s']:.0f} s"
-    yield ""
-    yield f"{'memory at the peak, GiB':<40}{'rehearsed':>12}{'planned':>12}"
+    yield f"\n{'memory at the peak, GiB':<40}{'rehearsed':>12}{'planned':>12}"
     for part, sizes in found["memory"].items():
         if any(sizes.values()):
             yield f"  {part:<38}{sizes['rehearsed'] / GIB:>12.2f}{sizes['planned'] / GIB:>12.2f}"
@@ -84,24 +83,21 @@ def as_text(setup: Setup, found: dict[str, Any]) -> Iterator[str]:
     yield f"{fits} into {total['room'] / GIB:.1f} GiB; activations hold the head's, too; of these, made in"
     for made_in, size in found["alive_at_peak"].items():
         yield f"  {size / GIB:6.2f} GiB  {made_in}"
-    yield ""
-    yield f"{'seconds of an update, at usual rates':<40}{'seconds':>10}{'kernels':>10}{'TFLOP':>10}{'GiB':>10}"
+    yield f"\n{'seconds of an update, at usual rates':<40}{'seconds':>10}{'kernels':>10}{'TFLOP':>10}{'GiB':>10}"
     for kind, cost in found["update"].items():
         numbers = f"{cost['kernels']:>10,.0f}{cost['flops'] / 1e12:>10.1f}{cost['bytes'] / GIB:>10.1f}"
         yield f"  {kind:<38}{cost['seconds']:>10.3f}{numbers}"
     yield f"  {'all':<38}{seconds:>10.3f}   and {found['pipeline_wait_seconds']:.3f} waiting in the pipeline"
-    yield f"  {'planned: training and exchange':<38}{found['planned_seconds']:>10.3f}"
+    planned = found["planned_kernel_seconds"] + found["planned_collective_seconds"]
+    yield f"  {'planned: kernels and collectives':<38}{planned:>10.3f}"
     yield f"  {'a pass of log-probabilities':<38}{found['log_probability_seconds']:>10.3f}"
     shares = ", ".join(f"{share:.2f} {what}" for what, share in found["share_of_matrix_rate"].items())
     yield f"model FLOPs over the data sheet's rate: {shares}"
-    yield ""
-    yield "host waits of an update:"
+    yield "\nhost waits of an update:"
     for wait, count in found["host_waits_per_update"].items():
         yield f"  {count:6.0f}  {wait}"
-    yield ""
-    yield "the largest costs, and what lowers them:"
+    yield "\nthe largest costs, and what lowers them:"
     for each in found["largest"]:
         yield f"  {each['cost']}: {each['lower']}"
-    yield ""
-    yield "Rehearsed without a GPU: no values, no measured time, no streams, no allocator, no NCCL; experts are even."
+    yield "\nRehearsed without a GPU: no values, no measured time, no streams, no allocator, no NCCL; experts are even."
     yield "Not played: generation, scores, teachers, shared prefixes, replayed experts, servers' weights, checkpoints."

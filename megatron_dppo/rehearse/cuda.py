@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +14,9 @@ from megatron_dppo.rehearse.booking import Book
 from megatron_dppo.rehearse.pinning import CudaRuntime, is_pinned, mark_pinned
 
 H100 = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3 (rehearsed)",
-    major=9,
-    minor=0,
-    total_memory=int(79.2 * 2**30),
-    multi_processor_count=132,
-    warp_size=32,
-    gcnArchName="",
-)
+    name="NVIDIA H100 80GB HBM3 (rehearsed)", major=9, minor=0, total_memory=int(79.2 * 2**30),
+    multi_processor_count=132, warp_size=32, gcnArchName="",
+)  # fmt: skip
 
 NO_EFFECT = (
     "_lazy_init", "init", "set_device", "set_stream", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all",
@@ -44,10 +38,7 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        self.book.wait("event.synchronize")
-
-    def elapsed_time(self, other: object) -> float:
-        return 1.0
+        self.book.wait(f"{type(self).__name__.lower()}.synchronize")
 
 
 class Stream(Event):
@@ -62,18 +53,10 @@ class Stream(Event):
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
 
-    def synchronize(self) -> None:
-        self.book.wait("stream.synchronize")
-
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *args: object) -> None: ...
-
-
-@contextlib.contextmanager
-def _context(*args: object) -> Iterator[None]:
-    yield
 
 
 def _constant(value: object) -> Callable[..., Any]:
@@ -84,10 +67,10 @@ def install(book: Book) -> None:
     """Patch ``torch.cuda`` and the tensor methods of streams and pinned memory, for the rest of the process."""
     Event.book = book
     stream = Stream()
-    answers: dict[str, Any] = {name: _constant(None) for name in NO_EFFECT}
-    answers |= {name: _constant(True) for name in ("is_available", "is_initialized", "is_bf16_supported")}
-    answers |= {name: _constant(stream) for name in ("current_stream", "default_stream")}
-    answers |= {name: _context for name in ("stream", "device", "_DeviceGuard", "StreamContext")}
+    answers: dict[str, Any] = dict.fromkeys(NO_EFFECT, _constant(None))
+    answers |= dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), _constant(True))
+    answers |= dict.fromkeys(("current_stream", "default_stream"), _constant(stream))
+    answers |= dict.fromkeys(("stream", "device", "_DeviceGuard", "StreamContext"), contextlib.nullcontext)
     answers |= {"Event": Event, "Stream": Stream, "ExternalStream": Stream}
     answers |= {
         "device_count": _constant(8),
@@ -104,8 +87,6 @@ def install(book: Book) -> None:
     answers |= dict.fromkeys(("memory_allocated", "memory_reserved"), lambda device=None: book.bytes_now)
     answers |= dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), lambda device=None: book.bytes_peak)
     answers["reset_peak_memory_stats"] = lambda device=None: setattr(book, "bytes_peak", book.bytes_now)
-    answers["_record_memory_history"] = _constant(None)
-    answers["_dump_snapshot"] = lambda file, *args, **kwargs: Path(file).touch()
     for name, value in answers.items():
         setattr(torch.cuda, name, value)
         if hasattr(torch.cuda.memory, name):

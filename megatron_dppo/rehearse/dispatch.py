@@ -19,12 +19,11 @@ from megatron_dppo.rehearse.values import follow, forget, remember, value_of
 
 aten = torch.ops.aten
 NO_KERNEL = {
-    aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten._unsafe_view.default,
-    aten._reshape_alias.default, aten.resize_.default, aten.set_.source_Storage_storage_offset,
+    aten._unsafe_view.default, aten.resize_.default, aten.set_.source_Storage_storage_offset,
     aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
     aten.new_empty.default, aten.new_empty_strided.default,
 }  # fmt: skip
-"""Operators that allocate or make views."""
+"""Operators that allocate, and those among the makers of views that the schema does not tell."""
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 TO_HOST = {
     aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default,
@@ -33,9 +32,6 @@ TO_HOST = {
 """Operators that make a host tensor in the shape of a device tensor, if asked for ``device="cpu"``."""
 ONLY_WRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_", "mm", ".out")
 """Parts of names of in-place operators that do not read the tensor that they write."""
-
-Read = Callable[[torch.Tensor], torch.Tensor | None]
-"""Value that the host reads of a device tensor; None: zeros."""
 
 
 class HostTensorError(RuntimeError):
@@ -49,11 +45,6 @@ def check_on_device(kernel: str, *tensors: object) -> None:
             raise HostTensorError(f"{kernel} received a host tensor of shape {tuple(tensor.shape)}")
 
 
-def read_zeros(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Default of :attr:`RehearsalMode.read`."""
-    return None
-
-
 class RehearsalMode(TorchDispatchMode):
     """Run operators on shapes and book them.
 
@@ -65,7 +56,8 @@ class RehearsalMode(TorchDispatchMode):
     def __init__(self, book: Book) -> None:
         super().__init__()
         self.book = book
-        self.read: Read = read_zeros
+        self.read: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
+        """Value that the host reads of a device tensor; None: zeros."""
         self.fake = FakeTensorMode(allow_non_fake_inputs=False, allow_fallback_kernels=False)
 
     def __enter__(self) -> RehearsalMode:
@@ -74,11 +66,11 @@ class RehearsalMode(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, kernel: str) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A new device tensor."""
         with self.fake:
             made = torch.empty(tuple(shape), dtype=dtype, device="cuda")
-        self.book.allocate(made.untyped_storage(), kernel)
+        self.book.allocate(made.untyped_storage())
         return made
 
     def __torch_dispatch__(
@@ -116,8 +108,6 @@ class RehearsalMode(TorchDispatchMode):
             return self._to(args[0], kwargs)
         if func is aten.copy_.default:
             return self._copy(args[0], args[1], bool(kwargs.get("non_blocking", len(args) > 2 and args[2])))
-        if func is aten.is_pinned.default:
-            return False
         if func is aten.equal.default:
             return self._equal(args[0], args[1])
         if func is aten.nonzero.default:
@@ -128,7 +118,6 @@ class RehearsalMode(TorchDispatchMode):
 
     def _item(self, tensor: torch.Tensor) -> Any:
         self.book.wait("item")
-        self.book.to_host[place()] += tensor.element_size()
         value = value_of(tensor)
         if value is not None:
             return value.item()
@@ -140,8 +129,8 @@ class RehearsalMode(TorchDispatchMode):
         if source.device.type == target.type:
             return NotImplemented
         if target.type == "cuda":
-            self._book_to_device(source, later)
-            made = self.empty(source.shape, dtype, "copy to the device")
+            self._wait_to_device(source, later)
+            made = self.empty(source.shape, dtype)
             remember(made, source.detach().to(dtype, copy=True))
             return made
         made = self._host_copy(source, later).to(dtype)
@@ -151,19 +140,17 @@ class RehearsalMode(TorchDispatchMode):
         if source.device.type == target.device.type or (source.numel() == 1 and source.dim() == 0):
             return NotImplemented
         if target.device.type == "cuda":
-            self._book_to_device(source, later)
+            self._wait_to_device(source, later)
             forget(target)
         else:
             target.copy_(self._host_copy(source, later))
         return target
 
-    def _book_to_device(self, source: torch.Tensor, later: bool) -> None:
-        self.book.to_device[place()] += tensor_bytes(source)
+    def _wait_to_device(self, source: torch.Tensor, later: bool) -> None:
         if not later:
             self.book.wait("copy to the device" if is_pinned(source) else "copy of pageable memory to the device")
 
     def _host_copy(self, source: torch.Tensor, later: bool) -> torch.Tensor:
-        self.book.to_host[place()] += tensor_bytes(source)
         if not later:
             self.book.wait("copy to the host")
         value = value_of(source)
@@ -182,7 +169,7 @@ class RehearsalMode(TorchDispatchMode):
         self.book.wait("nonzero")
         value = value_of(tensor)
         rows = tensor.numel() // 2 if value is None else len(value.nonzero())
-        made = self.empty((rows, tensor.dim()), torch.int64, "nonzero")
+        made = self.empty((rows, tensor.dim()), torch.int64)
         if value is not None:
             remember(made, value.nonzero())
         return made
@@ -200,11 +187,11 @@ class RehearsalMode(TorchDispatchMode):
         if func._overloadpacket is aten.all and value_of(out) is None:  # checks of unknown values pass
             remember(out, torch.ones(out.shape, dtype=torch.bool))
         outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
-        if mixed and not (func in NO_KERNEL or _is_view(func)):
+        if mixed and not (func in NO_KERNEL or func.is_view):
             self._launch(func, args, kwargs, out, outputs)
         for tensor in outputs:
             if _on_device(tensor):
-                self.book.allocate(tensor.untyped_storage(), func.name())
+                self.book.allocate(tensor.untyped_storage())
         return out
 
     def _lift(self, func: OpOverload, tensor: torch.Tensor, mixed: bool) -> torch.Tensor:
@@ -246,10 +233,3 @@ def _flops(
         return 2.0 * factors[0].numel() * factors[1].shape[-1], factors
     count = flop_registry.get(func._overloadpacket)
     return (0.0 if count is None else float(count(*args, **kwargs, out_val=out))), []
-
-
-def _is_view(func: OpOverload) -> bool:
-    """Whether an operator returns only views of its arguments."""
-    returns = func._schema.returns
-    writes = any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments)
-    return not writes and bool(returns) and all(each.alias_info is not None for each in returns)

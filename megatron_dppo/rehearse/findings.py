@@ -7,10 +7,12 @@ from collections import Counter
 from typing import Any
 
 from megatron_dppo.config import Config
+from megatron_dppo.estimate.kernels import stage_passes, update_seconds
 from megatron_dppo.estimate.memory import Memory, rank_memory
-from megatron_dppo.estimate.time import head_flops, layer_flops, step_time
+from megatron_dppo.estimate.roofline import COLLECTIVES, EXCHANGE, INSIDE, PIPELINE, REPLICAS
+from megatron_dppo.estimate.time import head_flops, layer_flops
 from megatron_dppo.estimate.workload import Setup
-from megatron_dppo.rehearse.roofline import COLLECTIVES, EXCHANGE, INSIDE, PIPELINE, REPLICAS, KernelCost, costs
+from megatron_dppo.rehearse.roofline import KernelCost, costs
 from megatron_dppo.rehearse.step import Rehearsed
 
 LISTED = 8
@@ -24,11 +26,15 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
     update = dict(sorted(update.items(), key=lambda each: -each[1].seconds))
     seconds = {kind: cost.seconds for kind, cost in update.items()}
     wires = sum(seconds[kind] for kind in seconds if kind in COLLECTIVES)
-    kernels, plan = sum(seconds.values()) - wires, step_time(setup, concurrency=1)
+    kernels = sum(seconds.values()) - wires
+    even = dataclasses.replace(setup, assume=dataclasses.replace(setup.assume, expert_imbalance=1.0))
+    planned_seconds = update_seconds(even, played.stage)
     layout, planned = setup.placement.layout, rank_memory(setup, played.stage)
     memory, busy = rehearsed_memory(setup, planned, played), useful_seconds(setup, played)
     once = seconds.get("optimizer", 0.0) + seconds.get(REPLICAS, 0.0)  # after the pipeline's passes
-    waiting = (kernels + wires - once) * (layout.pp - 1) / (layout.vpp * played.packs)
+    stages = [each.update.total for each in stage_passes(even)]
+    slower = max(stages) / stages[played.stage]  # than this one, which waits for it with each pack
+    waiting = (kernels + wires - once) * (slower * (1 + (layout.pp - 1) / (layout.vpp * played.packs)) - 1)
     return {
         "stage": played.stage,
         "packs": played.packs,
@@ -43,7 +49,8 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
         "kernel_seconds": kernels,
         "collective_seconds": wires,
         "pipeline_wait_seconds": waiting,
-        "planned_seconds": (plan.phases["training"] + plan.phases["token exchange"]) / plan.work.updates,
+        "planned_kernel_seconds": planned_seconds[0],
+        "planned_collective_seconds": planned_seconds[1],
         "log_probability_seconds": sum(c.seconds for c in scored.values()) * played.packs / played.scored.packs,
         "share_of_matrix_rate": {
             "kernels": busy / kernels,

@@ -19,7 +19,7 @@ from megatron_dppo.rehearse.dispatch import RehearsalMode
 @contextmanager
 def known_reads(mode: RehearsalMode, layout: LayoutConfig, experts_per_token: int) -> Iterator[None]:
     """Answer reads of packs on their way through a policy; ``experts_per_token`` is 0 without experts."""
-    plain, to_device, tokens = mode.read, actor_module.to_device, 0
+    to_device, tokens = actor_module.to_device, 0
 
     def note(batch: Microbatch, *more: Any) -> Any:
         nonlocal tokens
@@ -31,10 +31,8 @@ def known_reads(mode: RehearsalMode, layout: LayoutConfig, experts_per_token: in
             return torch.ones(tensor.shape, dtype=tensor.dtype)
         return _even_counts(tensor, tokens * experts_per_token) if experts_per_token else None
 
-    mode.read = read
-    with mock.patch.object(actor_module, "to_device", note):
+    with mock.patch.object(actor_module, "to_device", note), mock.patch.object(mode, "read", read):
         yield
-    mode.read = plain
 
 
 def _even_counts(tensor: torch.Tensor, routed: int) -> torch.Tensor | None:

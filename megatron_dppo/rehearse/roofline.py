@@ -1,7 +1,4 @@
-"""Seconds of booked work on a GPU, kernel by kernel, at the rates that well-made kernels reach.
-
-Kernels follow each other without a gap, and no two overlap.
-"""
+"""Seconds of booked work on a GPU, kernel by kernel, at the rates of ``estimate/roofline.py``."""
 
 from __future__ import annotations
 
@@ -11,26 +8,22 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dppo.estimate.roofline import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    EXCHANGE,
+    INSIDE,
+    PIPELINE,
+    PRODUCTS,
+    REPLICAS,
+    kernel_seconds,
+    message_seconds,
+    wire_seconds,
+)
 from megatron_dppo.estimate.workload import Setup
 from megatron_dppo.rehearse.booking import KernelLaunch
 
-PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
-"""Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s), streaming kernels, and
-collectives reach."""
-ATTENTION = {"te::attention_fwd": 0.40, "te::attention_bwd": 0.30}
-"""Share of the matrix rate over the pairs of causal attention."""
-LEAST_SECONDS = 2e-6
-"""Of a kernel."""
-PROCESSORS = {"a100-40": 108, "a100-80": 108, "b200": 148}
-"""Multiprocessors of a GPU; others have 132."""
-TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9))
-"""Rows and columns of the tiles into which products are cut, and the share of the rate that such tiles reach."""
-
-REPLICAS, EXCHANGE, PIPELINE, INSIDE = (
-    "replicas: gradients and weights", "experts: exchange", "pipeline: activations", "tensor and context parallelism",
-)  # fmt: skip
-COLLECTIVES = (INSIDE, EXCHANGE, REPLICAS, PIPELINE)
-"""Kinds of collectives, by what they are for."""
+ATTENTION = {"te::attention_fwd": ATTENTION_FORWARD, "te::attention_bwd": ATTENTION_BACKWARD}
 MESSAGES = ("c10d::send", "c10d::recv")
 
 
@@ -81,41 +74,13 @@ def kind_of(kernel: KernelLaunch) -> str:
 
 
 def seconds(kernel: KernelLaunch, setup: Setup) -> float:
-    """Least seconds of a kernel."""
+    """Least seconds of a kernel or a collective."""
     if kernel.name.startswith("c10d::"):
-        return _wire_seconds(kernel, setup)
-    rate = setup.gpu.rate("bf16" if kernel.dtype in (torch.bfloat16, torch.float16) else "fp32")
-    rate *= ATTENTION.get(kernel.name, PRODUCTS)
-    if kernel.product:
-        rate *= tile_share(*kernel.product, PROCESSORS.get(setup.config.cluster.gpu, 132))
-    return max(kernel.flops / rate, kernel.bytes / (setup.gpu.bandwidth * STREAMS), LEAST_SECONDS)
-
-
-def tile_share(rows: int, columns: int, processors: int) -> float:
-    """Share of the multiprocessors' time that a product of ``rows`` x ``columns`` uses, by the best of the tilings."""
-    best = 0.0
-    for height, width, reached in TILES:
-        down, across = -(-rows // height), -(-columns // width)
-        rounds = -(-down * across // processors)
-        best = max(best, reached * rows * columns / (rounds * processors * height * width))
-    return best
-
-
-def _wire_seconds(kernel: KernelLaunch, setup: Setup) -> float:
-    """Seconds of a ring or a message, over NVLink, or over the network if the group spans nodes.
-
-    Messages are sent and received at once. Experts' tokens go to both kinds of ranks at once. A ring of several ranks a
-    node has as many adapters.
-    """
-    layout, gpu = setup.placement.layout, setup.gpu
-    per_node, ranks = setup.config.cluster.gpus_per_node, int(kernel.name.rpartition(" ")[2])
-    kind, size = kind_of(kernel), kernel.bytes / LINKS
-    if kernel.name.startswith(MESSAGES):
-        crosses = (layout.tp * layout.cp if kind == INSIDE else setup.placement.ranks) > per_node
-        return 0.0 if "recv" in kernel.name else size / (gpu.network if crosses else gpu.nvlink)
-    if kind == EXCHANGE:
-        near = min(max(per_node // layout.expert_tp, 1), ranks)
-        return size * max((near - 1) / ranks / gpu.nvlink, (ranks - near) / ranks / gpu.network)
-    inside = min(max(per_node // (1 if kind == INSIDE else layout.tp), 1), ranks)
-    times = (2.0 if "allreduce" in kernel.name else 1.0) * (ranks - 1) / max(ranks, 1)
-    return times * size / (gpu.nvlink if ranks <= inside else min(gpu.nvlink, inside * gpu.network))
+        kind = kind_of(kernel)
+        if kernel.name.startswith(MESSAGES):
+            return 0.0 if "recv" in kernel.name else message_seconds(setup, kind, kernel.bytes)
+        ranks, times = int(kernel.name.rpartition(" ")[2]), 2.0 if "allreduce" in kernel.name else 1.0
+        return wire_seconds(setup, kind, ranks, kernel.bytes, times=times)
+    dtype = "bf16" if kernel.dtype in (torch.bfloat16, torch.float16) else "fp32"
+    share = ATTENTION.get(kernel.name, PRODUCTS)
+    return kernel_seconds(setup, kernel.flops, kernel.bytes, share=share, dtype=dtype, product=kernel.product)

@@ -12,11 +12,13 @@ from unittest import mock
 import numpy as np
 
 import megatron_dppo.models.policy_head_triton  # noqa: F401
+from megatron_dppo.config import LayoutConfig
 from megatron_dppo.estimate.workload import Setup, work_of
 from megatron_dppo.models import actor as actor_module
 from megatron_dppo.models.actor import Actor, Loss, Sums
 from megatron_dppo.models.frozen import Reference
 from megatron_dppo.models.microbatch import Microbatch
+from megatron_dppo.parallel.layout import interleaved_packs
 from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rehearse.booking import Allocation, Book, KernelLaunch
 from megatron_dppo.rehearse.dispatch import RehearsalMode
@@ -64,9 +66,9 @@ class Rehearsed:
     alive: Counter[str]
     """These bytes by the place that allocated them."""
     few: Booked
-    """An update over as many packs as the pipeline has stages, or all there are."""
+    """An update over the fewer of :func:`packs_to_play`."""
     many: Booked
-    """An update over twice as many, or all there are."""
+    """An update over the more of them."""
     scored: Booked
     """A pass of log-probabilities over the packs of ``many``."""
 
@@ -92,8 +94,8 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
         held, actor = actor_of(book, setup, world)
         if config.loss.kl_coef > 0 and not config.model.lora.rank:
             held["reference"] = _reference_bytes(book, setup, world)
-        set_attention_pairs(float(np.square(np.diff(pack.cu_seqlens).astype(float)).sum()) / layout.cp)
-        few, many = ([pack] * min(times * layout.pp, packs) for times in (1, 2))
+        set_attention_pairs(float(np.square(np.diff(pack.cu_seqlens).astype(float)).sum()) / layout.cp**2)
+        few, many = ([pack] * count for count in packs_to_play(packs, layout))
         built, before, peaks = _settled(book), set(book.allocations), _note_peaks(book, actor)
         _update(actor, setup, few)  # what is made once
         first = _booked(book, few, lambda: _update(actor, setup, few))
@@ -118,6 +120,19 @@ def play(mode: RehearsalMode, setup: Setup, rank: int) -> Rehearsed:
         many=second,
         scored=scored,
     )
+
+
+def packs_to_play(packs: int, layout: LayoutConfig) -> tuple[int, int]:
+    """Counts of packs for two updates that show the memory and the work of an update of ``packs`` packs.
+
+    The first count is that of pipeline stages. The second is at least twice that; with virtual stages, it is a count
+    that the interleaved schedule takes in groups of the same size as all packs, so that as many packs are in flight.
+    """
+
+    def alike(count: int) -> bool:
+        return layout.vpp == 1 or interleaved_packs(count, layout.pp) == interleaved_packs(packs, layout.pp)
+
+    return min(layout.pp, packs), next(filter(alike, range(2 * layout.pp, packs)), packs)
 
 
 def mean_pack(setup: Setup, world: World) -> tuple[int, Pack]:

@@ -55,7 +55,8 @@ def one_rank(size: int, rank: int) -> Iterator[None]:
     new_group = dist.new_group
 
     def group(ranks: list[int] | None = None, timeout: object = None, backend: object = None, **more: Any) -> Any:
-        return new_group(ranks=ranks, backend="fake", **{k: v for k, v in more.items() if k not in _GROUP_OPTIONS})
+        rest = {name: value for name, value in more.items() if name not in ("pg_options", "device_id")}
+        return new_group(ranks=ranks, backend="fake", **rest)
 
     # The parameters have torch's names: torch's checkpoint code passes them by name.
     def gather(object_list: list[Any], obj: Any, group: object = None) -> None:
@@ -66,33 +67,19 @@ def one_rank(size: int, rank: int) -> Iterator[None]:
             gather(object_gather_list, obj)
 
     def scatter(
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: list[Any] | None = None,
-        *args: Any,
-        **kwargs: Any,
+        scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, *args: Any, **kw: Any
     ) -> None:
         scatter_object_output_list[0] = scatter_object_input_list[0] if scatter_object_input_list else None
 
-    def nothing(*args: Any, **kwargs: Any) -> None: ...
-
-    answers: dict[str, Any] = {
-        "new_group": group,
-        "all_gather_object": gather,
-        "gather_object": gather_on_one,
-        "scatter_object_list": scatter,
-        "broadcast_object_list": nothing,
-        "barrier": nothing,
-        "monitored_barrier": nothing,
-    }
+    silent = ("broadcast_object_list", "barrier", "monitored_barrier")
+    answers: dict[str, Any] = dict.fromkeys(silent, lambda *args, **kwargs: None)
+    answers |= {"all_gather_object": gather, "gather_object": gather_on_one, "scatter_object_list": scatter}
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with mock.patch.multiple(dist, **answers):
+        with mock.patch.multiple(dist, new_group=group, **answers):
             yield
     finally:
         dist.destroy_process_group()
-
-
-_GROUP_OPTIONS = ("pg_options", "device_id")
 
 
 def _fused(book: Book, function: Callable[..., Any] | None = None, **options: object) -> Any:
@@ -113,7 +100,7 @@ def _fused(book: Book, function: Callable[..., Any] | None = None, **options: ob
             name, dtype = f"fused::{function.__name__}", outputs[0].dtype
             book.launch(name, 0.0, tensor_bytes(*inputs, *outputs), inputs[0].dtype if inputs else dtype, dtype)
             for tensor in outputs:
-                book.allocate(tensor.untyped_storage(), name)
+                book.allocate(tensor.untyped_storage())
         return out
 
     return run

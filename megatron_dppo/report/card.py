@@ -33,7 +33,7 @@ SECRET = ("data.verifiers.arguments",)
 """Settings among these that may hold a key."""
 TAG = "megatron-dppo"
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""What the hub takes for the name of a model."""
+"""Pattern of a model's name on the hub."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
@@ -80,7 +80,7 @@ def _code(text: object) -> str:
 
 
 def base_of(run: RunRecord) -> str:
-    """What the run began from: an id of the hub, also that of a published Qwen3, or else the name of its folder."""
+    """Base model of a run: an id of the hub, also that of a published Qwen3, or else the name of its folder."""
     place = str(run.setting("model.path") or "")
     name = _name(place)
     return place if is_id(place) else f"Qwen/{name}" if published(name) else name
@@ -91,8 +91,11 @@ def _name(place: Any) -> str:
 
 
 def _pruning(run: RunRecord) -> str:
-    rules = {level: run.setting(f"pruning.{level}.rule") for level in ("prompts", "completions")}
-    parts = [f"{level} by {_code(rule)}" for level, rule in rules.items() if rule != "none"]
+    parts = []
+    for level in ("prompts", "completions"):
+        own = run.setting(f"pruning.{level}.function")
+        if (rule := "function" if own else run.setting(f"pruning.{level}.rule")) != "none":
+            parts.append(f"{level} by {_code(rule)}")
     return f"Pruning: {', '.join(parts)}." if parts else "Nothing was pruned."
 
 
@@ -102,7 +105,7 @@ def _until(run: RunRecord, step: int) -> list[Record]:
 
 
 def _accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float, float]]]:
-    """What was measured by the checkpoint's step: steps and accuracies, by the metric's name."""
+    """Accuracies up to the checkpoint's step: steps and accuracies, by the metric's name."""
     rows = _until(run, step)
     names = sorted({key for row in rows for key in row if key.startswith("eval/")})
     names = [key for key in names if key == "eval/accuracy" or key.removeprefix("eval/") in run.problems]

@@ -1,4 +1,4 @@
-"""What runs cost, and what pruning saved."""
+"""Cost of runs, and savings by pruning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Spent:
     """GPU-hours of one run, or hours of its processes if it has no GPUs."""
 
     hours: float
-    """Of steps and evaluations, without the start and without checkpoints."""
+    """Hours of steps and evaluations, without the start and checkpoints."""
     by_prompts: float
     """Estimated hours saved by pruning prompts, with the pruning of completions left as it is."""
     by_completions: float

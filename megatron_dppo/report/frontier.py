@@ -1,4 +1,4 @@
-"""What smaller policies are worth: size, accuracy, speed and the tokens that recover them (``compress sweep``)."""
+"""Smaller policies compared: size, accuracy, speed and the tokens that recover them (``compress sweep``)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _best(row: Record) -> float | None:
 
 
 def _method(row: Record) -> str:
-    """What the rows of a line have in common."""
+    """Method that a line's rows share."""
     return f"{row.get('method')} {row.get('score')}" + (" refit" if row.get("refit") else "")
 
 

@@ -1,4 +1,4 @@
-"""What runs learned and how sure that is: reward, accuracy, signs of health, packs."""
+"""Learning of runs and its certainty: reward, accuracy, signs of health, packs."""
 
 from __future__ import annotations
 

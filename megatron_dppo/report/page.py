@@ -83,7 +83,7 @@ def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price
 
 @contextmanager
 def _writing(option: str, place: Path) -> Iterator[None]:
-    """What cannot be written there is the user's to mend."""
+    """Raise ``UserError`` if ``place`` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -178,7 +178,7 @@ def _state(run: RunRecord) -> str:
 
 
 def _measured(outcome: Race) -> Iterator[Figure]:
-    """What was measured of runs is written larger than any estimate: each arm over the first one."""
+    """Figures measured in runs, written larger than any estimate: each arm over the first one."""
     of = {"a step": outcome.pace}
     if outcome.target is not None:
         of[f"to {say(outcome.target, 'share')}"] = outcome.reached

@@ -39,7 +39,7 @@ class Segment:
     colour: str
     name: str
     percent: float
-    """Of the longest bar."""
+    """Relative to the longest bar."""
     said: str
 
 

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 SIZE = 1000
 """Width and height of the SVG's square."""
 MOST_POINTS = 240
-"""Of a line; a plot is about 500 pixels wide."""
+"""Most points of a line; a plot is about 500 pixels wide."""
 MOST_BARS = 120
 MOST_LINES = 3
 """A plot with more lines has no bands, no single values and no names: they would hide each other."""
@@ -83,7 +83,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a colour stands for."""
+    """Meaning of a colour."""
 
     colour: str
     name: str
@@ -96,11 +96,11 @@ class Plot:
 
     title: str
     about: str
-    """What is drawn, and its unit."""
+    """Drawn quantity and unit."""
     x_label: str = ""
     form: Form = "number"
     empty: str = ""
-    """What is said in place of the drawing, where there is nothing to draw."""
+    """Text in place of the drawing, if there is nothing to draw."""
     x_ends: tuple[float, float] = (0.0, 1.0)
     """The least and the greatest value of the lower axis."""
     x_ticks: Sequence[tuple[float, str]] = ()
@@ -146,7 +146,7 @@ class Line:
     x: Floats
     y: Floats
     low: Floats | None = None
-    """Of an interval around each point, to ``high``."""
+    """Lower end of each point's interval, to ``high``."""
     high: Floats | None = None
     noisy: bool = False
     """Whether to draw a centred mean over it."""
@@ -179,7 +179,7 @@ class Layer:
     values: Floats
     """[n]"""
     said: str = ""
-    """What the key says of it besides its name."""
+    """The key's text besides its name."""
 
 
 def line_plot(
@@ -281,7 +281,7 @@ def stack_plot(
 
 
 def usual_top(layers: Sequence[Layer]) -> float:
-    """Of a stack, with a little room, and without the few bars that are long: the first step often is."""
+    """Top of a stack, with a little room, and without the few bars that are long: the first step often is."""
     ends = np.sum([thin(layer.values, layer.values, MOST_BARS).mean for layer in layers], axis=0)
     return 1.06 * float(np.quantile(ends, 0.98) if len(ends) > 20 else ends.max(initial=0.0))
 

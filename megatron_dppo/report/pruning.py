@@ -1,4 +1,4 @@
-"""What was pruned and why, the noise that it cost, and how well a run foresaw its groups before it generated them."""
+"""Pruning and its reasons, the noise that it cost, and how well a run predicted groups before it generated them."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ PREDICTORS: Mapping[str, tuple[str, str]] = {
     "record": ("its visits", "bad"),
     "pool": ("all prompts", "slate"),
 }
-"""What a line is called, and its colour."""
+"""Name of a line, and its colour."""
 SOURCES = "predicted from a prompt's text, from its earlier visits, or by the mean of all prompts"
 
 

@@ -45,11 +45,11 @@ class RunRecord:
     changes: Sequence[tuple[int, Sequence[Change]]]
     """After how many steps settings changed, and which."""
     rows: Sequence[Record]
-    """Of ``metrics.jsonl``: finite numbers, and nothing else."""
+    """Rows of ``metrics.jsonl``: finite numbers only."""
     census: Sequence[Record]
-    """Of ``pruning.jsonl``."""
+    """Rows of ``pruning.jsonl``."""
     answers: Sequence[Record]
-    """Of ``answers.jsonl``."""
+    """Rows of ``answers.jsonl``."""
     scores: Sequence[tuple[str, Record]]
     """Every ``scores.json`` under the folder, with the folder that it is in."""
     sweep: Record

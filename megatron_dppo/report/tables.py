@@ -14,7 +14,7 @@ from megatron_dppo.report.run import Record, RunRecord, default_of, is_number
 from megatron_dppo.settings import settings, short
 
 MOST_EVALUATIONS = 12
-"""Of a run, that are shown; the first and the last are among them."""
+"""Most evaluations shown of a run; the first and the last are among them."""
 MOST_PROBLEMS = 8
 HEAD, TAIL = 400, 800
 """Characters of an answer that are shown; the end is where the result stands."""

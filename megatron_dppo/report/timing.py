@@ -276,7 +276,7 @@ def _ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio | None:
 
 
 def why_no_interval(arms: Sequence[Arm]) -> str:
-    """Of a ratio."""
+    """Reason for a ratio's missing interval."""
     return "one run each" if all(len(arm.runs) == 1 for arm in arms) else "fewer than two seeds in common"
 
 

@@ -32,11 +32,11 @@ VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 PROMPT = "prompt"
 """The column that TRL hands over as ``prompts``, whatever a row calls it."""
 LABELS = ("label", "ground_truth", "answer", "solution")
-"""What TRL's users call the column of the reference answer: each is the label, unless the row has one of that name."""
+"""TRL users' names of the column of the reference answer: each is the label, unless the row has one of that name."""
 GROUPS = ("samples", "group", "batch")
-"""What slime's functions call the samples of a group."""
+"""slime's names for the samples of a group."""
 OF_TRAINERS = ("trainer_state", "environments")
-"""What TRL has besides, and a process that scores completions has not."""
+"""TRL's further arguments, which a process that scores completions lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ScoreItem:
     place: str = ""
     """File and row, for complaints."""
     token_ids: Sequence[int] = ()
-    """Of the response, as the engine made them."""
+    """Tokens of the response, as the engine made them."""
     loss_mask: Sequence[bool] = ()
     """Which of them the policy sampled; empty: all."""
     finish_reason: str = "stop"
@@ -108,7 +108,7 @@ class GroupScorer:
     """Returns the scores in the order of the completions."""
 
     def __call__(self, items: Sequence[ScoreItem]) -> list[Any]:
-        """What the function returned for each of ``items``, the completions of one prompt.
+        """The function's results for ``items``, the completions of one prompt.
 
         Raises:
             GroupScoresError: it did not return one score for each.
@@ -137,7 +137,7 @@ class UnfitFunctionError(TypeError):
 
 
 def adapted(function: RewardFunction) -> Scorer | GroupScorer:
-    """What calls ``function`` as the trainer that it was written for would.
+    """Scorer that calls ``function`` as the trainer that it was written for would.
 
     Raises:
         UnfitFunctionError: for one of TRL's form that needs the trainer's state, and for one that none of the three
@@ -170,7 +170,7 @@ def _check(signature: inspect.Signature, call: str, *by_position: Any, **by_keyw
 def _scorer(
     function: RewardFunction, call: Callable[[ScoreItem], Any], read: Callable[[Any], Any] = lambda score: score
 ) -> Scorer:
-    """What scores a completion by ``call``, which returns or awaits what ``read`` takes."""
+    """Scorer by ``call``, whose result, returned or awaited, ``read`` takes."""
 
     async def begin(item: ScoreItem) -> Any:
         return read(await call(item))

@@ -1,4 +1,4 @@
-"""What a scoring process answers for a unit: the scores, or why there are none."""
+"""A scoring process's answer for a unit: the scores, or why there are none."""
 
 from __future__ import annotations
 

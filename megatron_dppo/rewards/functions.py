@@ -38,8 +38,8 @@ BUILTIN = {
 OF_TEXT = ("math", "exact")
 """Those that compare an answer with the label, letter by letter or as mathematics."""
 LARGEST = 1e9
-"""Of a reward, on either side of 0. Squares of far larger ones overflow in advantages and gradients, where the learning
-rate would be blamed."""
+"""Largest reward, on either side of 0. Squares of far larger ones overflow in advantages and gradients, where the
+learning rate would be blamed."""
 
 
 class InvalidScoreError(ValueError):
@@ -170,7 +170,7 @@ def to_score(returned: object) -> tuple[float, bool]:
 
 
 def role_rewards(returned: object) -> dict[str, float]:
-    """What a function gave the roles of a conversation: ``roles``, where it returned a mapping with them.
+    """Rewards of a conversation's roles: ``roles``, if the function returned a mapping with them.
 
     Raises:
         InvalidScoreError: as ``to_score``.
@@ -225,7 +225,7 @@ def _verifier(task: str, settings: str) -> Callable[[str, Mapping[str, Any]], fl
 def reasoning_gym_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> dict[str, object]:
-    """What the task's verifier says of the last ``<answer>…</answer>``, or of all that is said where there is none.
+    """The task verifier's score of the last ``<answer>…</answer>``, or of the whole text if there is none.
 
     Verifiers give part of 1 for an answer that is close, or of the wrong form; right is what gets 1. Some of them raise
     on an answer that they cannot read, which is a wrong answer.

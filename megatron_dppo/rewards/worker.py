@@ -43,7 +43,7 @@ class Limits:
 
     memory_mib: int
     timeout_s: float
-    """Of processor time for a completion."""
+    """Processor time for a completion."""
     clock_s: float
     """On the clock for a completion that is awaited beside others; the trainer looks after the rest."""
     concurrency: int

@@ -48,7 +48,7 @@ CHUNK = 32
 
 @dataclass(slots=True)
 class Scored:
-    """What became of a list of items."""
+    """Scores of a list of items."""
 
     scores: list[Score | None]
     """In the order of the items; None where scoring failed."""
@@ -270,7 +270,7 @@ class Scoring:
         return self._scored.timeouts + self._scored.errors > self._most_failures
 
     def _next_chunk(self, worker: _Worker) -> list[range]:
-        """What an idle worker scores next, one unit after another."""
+        """Units that an idle worker scores next, one after another."""
         # Small enough that the last chunks leave no worker idle for long.
         size = max(1, min(CHUNK, len(self._items) // (4 * len(self._owner._workers))))
         chunk: list[range] = []
@@ -279,8 +279,8 @@ class Scoring:
         return chunk
 
     def _next_together(self, worker: _Worker) -> list[range]:
-        """What brings a worker to its share of all that is open or waits. What a process was lost over is alone in the
-        next one, so that it is known which completion it was."""
+        """Units that bring a worker to its share of all that is open or waits. A completion that a process was lost
+        over is alone in the next one, so that it is known which completion it was."""
         ready = [w for w in self._owner._workers if w.ready]
         unanswered = sum(map(len, self._queue)) + sum(len(w.pending) for w in ready)
         share = min(self._owner._concurrency, math.ceil(unanswered / len(ready)))

@@ -31,7 +31,8 @@ class TrainingSample:
     """[L], not read where ``loss_mask`` is False."""
     loss_mask: Bools
     """[L], True for the tokens that are trained on."""
-    advantage: float
+    advantage: Floats | float
+    """[L], or one of all tokens; not read where ``loss_mask`` is False."""
     scale: float
     version: int
     """The oldest weights that made any of the response."""
@@ -39,20 +40,8 @@ class TrainingSample:
     """Tokens of prompt and response that it has in common with the sample before it, and that the pack holds once."""
     routing: Routing | None = None
     """Experts of the first prompt and response tokens, in the layers of this rank's stage."""
-    forks: tuple[int, ...] = ()
-    """After how many tokens of the response its path in a tree forks, ascending."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[L], as in Completion, NaN where no server teaches this one; None where none teaches at all."""
-    branch_advantage: tuple[float, ...] = ()
-    """Advantages of the segments after the first, which has ``advantage``. A segment is the tokens from a fork to the
-    next or to the end, or a role's tokens."""
-    roles: NDArray[np.int8] | None = None
-    """[L], which role sampled each token, from 0; −1 where ``loss_mask`` is False. None: there is one at most."""
-
-    def advantages(self, steps: Ints) -> Floats:
-        """Advantages of response tokens at ``steps``, sampled by the policy."""
-        which = np.searchsorted(self.forks, steps, side="right") if self.roles is None else self.roles[steps]
-        return np.array([self.advantage, *self.branch_advantage])[which]
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
@@ -79,6 +68,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
     responses = [len(sample.prompt_ids) + steps for sample, steps in zip(samples, sampled, strict=True)]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])
+    advantages = [np.broadcast_to(sample.advantage, len(sample.response_ids)) for sample in samples]
     of_teachers = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
     return Pack(
         token_ids=token_ids,
@@ -88,9 +78,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         predictors=_joined(slots[at - 1] for slots, at in zip(layout.slots, responses, strict=True)),
         targets=_joined(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
         sample=owner,
-        advantage=np.concatenate(
-            [np.zeros(0), *(sample.advantages(steps) for sample, steps in zip(samples, sampled, strict=True))]
-        ),
+        advantage=np.concatenate([np.zeros(0), *(a[at] for a, at in zip(advantages, sampled, strict=True))]),
         scale=np.array([sample.scale for sample in samples], dtype=np.float64)[owner],
         engine_logprobs=_of_targets([sample.engine_logprobs for sample in samples], sampled),
         teacher_logprobs=_of_targets(of_teachers, sampled) if of_teachers else None,

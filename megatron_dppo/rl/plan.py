@@ -175,12 +175,11 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> T
         prompt_length=np.where(later, 1, part.prompt_lengths[group]),
         response_length=lengths[np.arange(len(of)), sequence],
         shared_length=np.where(later, 0, shared[of]),
-        advantage=pruned.segments[group, completion, 0],
+        advantage=pruned.segments[group, completion],
         teacher=part.teacher[group],
         weight=weight,
         scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,
         forks=part.forks["at"][group, completion],
-        branch_advantage=pruned.segments[group, completion, 1:],
     )
 
 

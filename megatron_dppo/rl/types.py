@@ -256,7 +256,8 @@ class TrainingSamples:
     """The K kept completions of one minibatch, or their sequences, sorted by (group, sequence, completion).
 
     If the example keeps its second completion with probability 1, then K = 1, ``group`` is [0], ``completion`` [1],
-    ``advantage`` [−1] and ``weight`` [1 / 0.5] = [2]. With c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] = [1/6].
+    ``advantage`` [[−1]] and ``weight`` [1 / 0.5] = [2]. With c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] =
+    [1/6].
     """
 
     group: Ints
@@ -274,7 +275,8 @@ class TrainingSamples:
     shared_length: Ints
     """[K], tokens that the pack holds already with the sample before; 0 where it holds all of them anew."""
     advantage: Floats
-    """[K]; in a tree that of the tokens before the first fork, among roles that of the first one's."""
+    """[K, S], of each segment: in a tree the tokens before the first fork, and from each fork to the next, or to the
+    end; in a conversation those of each role. S = 1 elsewhere."""
     teacher: Ints
     """[K], as in StepMetadata."""
     weight: Floats
@@ -283,13 +285,20 @@ class TrainingSamples:
     """[K], weight · c / Z: the sum of a sample's token losses is multiplied by this, and by nothing else."""
     forks: Ints
     """[K, B], after how many tokens of the response its path forks; B = 0 without a tree."""
-    branch_advantage: Floats
-    """[K, B], the advantage of the tokens from each fork to the next, or to the end; [K, R − 1], of the other roles."""
 
     @property
     def lengths(self) -> Ints:
         """[K], tokens of prompt and response."""
         return self.prompt_length + self.response_length
+
+    def token_advantages(self, k: int, said_by: NDArray[np.int8]) -> Floats:
+        """[L], of the tokens of sample ``k``'s response. ``said_by`` [L] is the role that sampled each, from 0; tokens
+        that the policy did not sample may have any advantage."""
+        advantage, forks = self.advantage[k], self.forks[k]
+        if len(advantage) == 1:
+            return np.full(len(said_by), advantage[0])
+        in_roles = len(advantage) > len(forks) + 1
+        return advantage[said_by if in_roles else np.searchsorted(forks, np.arange(len(said_by)), side="right")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class Stage:
 
     def copy(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         """Copy the tensors that are on a GPU, and wait for all copies. Tensors of the host stay as they are."""
-        on_device = [tensor for _, _, (_, found) in buckets for _, tensor in found if _waits_on_device(tensor)]
+        on_device = [tensor for _, _, (_, found) in buckets for _, tensor in found if tensor.device.type == "cuda"]
         if not on_device:
             return list(buckets)
         offsets, size = offsets_of(on_device)
@@ -79,10 +79,13 @@ class Stage:
         memory, starts = self._buffer.numpy(), iter(offsets)
 
         def staged(tensor: torch.Tensor) -> torch.Tensor:
-            if not _waits_on_device(tensor):
+            if tensor.device.type != "cuda":
+                return tensor
+            start = next(starts)
+            if not tensor.nbytes:  # a buffer cannot give nothing
                 return tensor.cpu()
             # With a storage of its own: ``torch.save`` writes the whole storage of a tensor.
-            slot = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=next(starts))
+            slot = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
             return slot.view(tensor.shape).copy_(tensor, non_blocking=True)
 
         copied: list[Bucket] = [
@@ -91,10 +94,6 @@ class Stage:
         ]
         torch.cuda.synchronize(on_device[0].device)
         return copied
-
-
-def _waits_on_device(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cuda" and tensor.nbytes > 0
 
 
 class ShardWriter:

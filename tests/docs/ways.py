@@ -13,7 +13,7 @@ from typing import Literal
 
 from tests.docs.documents import ROOT, Command, all_commands
 
-LAYOUT = "layout.tp=1 layout.pp=1 layout.dp=1"
+LAYOUT = "layout.tp=1 layout.pp=1 layout.cp=1 layout.dp=1 layout.first_stage_layers=null layout.last_stage_layers=null"
 SMALL = (
     f"{LAYOUT} run.steps=1 rollout.prompts_per_step=4 rollout.samples_per_prompt=2 rollout.max_response_tokens=8 "
     "eval.problems=2"
@@ -88,7 +88,7 @@ WAYS = (
         by=("tests/rehearsal/test_command.py", '"benchmarks/rehearsal.py"'),
     ),
     Way(r"megatron-dppo plan CONFIG", replace=PLACEHOLDERS),
-    Way(r"megatron-dppo plan configs/\S+ --keep .*"),
+    Way(r"megatron-dppo plan configs/\S+ --(keep .*|search)"),
     Way(r"megatron-dppo plan configs/\S+( .*cluster.*)?"),
     Way(r"megatron-dppo train configs/quickstart\.yaml --(check|print-config)", append="rollout.prompts_per_step=4"),
     Way(r"megatron-dppo train CONFIG", replace=PLACEHOLDERS, append="rollout.prompts_per_step=4 --check"),

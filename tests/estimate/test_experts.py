@@ -8,16 +8,14 @@ import pytest
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.kernels import stage_passes
 from megatron_dppo.estimate.memory import FUSED, feed_forward_elements, held_bytes, parameters_of, rank_elements
 from megatron_dppo.estimate.remedies import with_settings
-from megatron_dppo.estimate.time import exchange_seconds, forward_pass
-from megatron_dppo.estimate.workload import place
+from megatron_dppo.estimate.roofline import EXCHANGE, PRODUCTS, STREAMS, wire_seconds
+from megatron_dppo.estimate.workload import mean_pack, place
 from megatron_dppo.models.shape import PUBLISHED
-from tests.estimate.test_plan import ROOT, of, plan, setup
+from tests.estimate.test_plan import EXPERTS, MIXTURE, of, plan, setup
 
-MIXTURE = str(ROOT / "configs" / "qwen3_30b_a3b_dppo.yaml")
-LARGEST = str(ROOT / "configs" / "qwen3_235b_a22b_dppo.yaml")
 SHAPE = PUBLISHED["qwen3-30b-a3b"]
 EXPERT = 3 * 2048 * 768
 """Weights of one expert of one layer."""
@@ -85,39 +83,37 @@ def test_the_busiest_rank_keeps_more() -> None:
     assert activations(1.0, *alone) == activations(2.0, *alone), "without expert parallelism all ranks have all experts"
 
 
-NVLINK, NETWORK = 450e9 * 0.7, 50e9 * 0.7
-COPIES = 2 * 8 * 2048 * 2
-"""Bytes of a token that go to eight experts, and come back."""
+NVLINK, NETWORK = 450e9 * 0.8, 50e9 * 0.8
+COPIES = 8 * 2048 * 2
+"""Bytes of a token that goes to eight experts."""
 
 
 @pytest.mark.parametrize(
-    ("layout", "imbalance", "seconds"),
+    ("layout", "seconds"),
     [
-        (LayoutConfig(), 1.5, 0.0),
-        (LayoutConfig(ep=8), 1.0, COPIES * 7 / 8 / NVLINK),
-        (LayoutConfig(ep=8), 1.5, 1.5 * COPIES * 7 / 8 / NVLINK),
-        (LayoutConfig(ep=16), 1.0, COPIES * 1 / 2 / NETWORK),
-        (LayoutConfig(ep=32), 1.0, COPIES * 3 / 4 / NETWORK),
-        (LayoutConfig(tp=4, sequence_parallel=True), 1.0, COPIES * 3 / NVLINK),
-        (LayoutConfig(tp=2, ep=8, sequence_parallel=True), 1.0, COPIES * 1 / 2 / NETWORK),
+        (LayoutConfig(), 0.0),
+        (LayoutConfig(ep=8), COPIES * 7 / 8 / NVLINK),
+        (LayoutConfig(ep=16), COPIES * 1 / 2 / NETWORK),
+        (LayoutConfig(ep=32), COPIES * 3 / 4 / NETWORK),
+        (LayoutConfig(tp=2, ep=8, sequence_parallel=True), COPIES * 1 / 2 / NETWORK),
     ],
 )
-def test_tokens_go_to_their_experts_over_nvlink_or_the_network(
-    layout: LayoutConfig, imbalance: float, seconds: float
-) -> None:
-    run = setup(of("cluster.nodes=4", file=MIXTURE), expert_imbalance=imbalance)
+def test_tokens_go_to_their_experts_over_nvlink_or_the_network(layout: LayoutConfig, seconds: float) -> None:
+    run = setup(of("cluster.nodes=4", file=MIXTURE))
     run = replace(run, placement=replace(run.placement, layout=layout))
-    assert exchange_seconds(run) == pytest.approx(seconds)
+    assert wire_seconds(run, EXCHANGE, layout.ep, COPIES) == pytest.approx(seconds)
 
 
 def test_a_pass_waits_for_the_busiest_rank_and_counts_its_exchange() -> None:
-    even, busy = (forward_pass(setup(of(file=MIXTURE), expert_imbalance=by)) for by in (1.0, 1.5))
+    even, busy = (stage_passes(setup(of(file=MIXTURE), expert_imbalance=by))[0].forward for by in (1.0, 1.5))
     assert busy.exchange == pytest.approx(1.5 * even.exchange)
-    experts = 2 * 8 * EXPERT * 48 / (16 * 989e12 * Assumptions().expert_flops_share * Assumptions().pack_fill)
-    assert busy.layers - even.layers == pytest.approx(0.5 * experts)
-    assert busy.head == even.head
-    step = plan(file=MIXTURE).pruned
-    assert step.phases["token exchange"] == pytest.approx(3 * busy.exchange * step.work.trained), "and recomputation"
+    tokens = mean_pack(setup(of(file=MIXTURE))).tokens / 2
+    products = 0.5 * 48 * tokens * 2 * 8 * EXPERT / (989e12 * PRODUCTS)
+    streams = 0.5 * 48 * tokens * 8 * (4 * 2048 + 3 * 768) * 2 / (3.35e12 * STREAMS)  # two sorts, SwiGLU
+    assert busy.kernels - even.kernels == pytest.approx(products + streams)
+    assert busy.messages == even.messages
+    step = plan(file=MIXTURE, busy_share=1.0).pruned
+    assert step.phases["token exchange"] == pytest.approx(3 * busy.exchange * step.packs), "and recomputation"
 
 
 def test_no_tokens_are_exchanged_without_experts() -> None:
@@ -156,7 +152,7 @@ def test_experts_that_the_ranks_cannot_share_are_refused_by_name(overrides: tupl
 
 
 def test_the_largest_policy_needs_its_layers_cut_unevenly() -> None:
-    assert plan(file=LARGEST).fits
+    assert plan(file=EXPERTS).fits
     with pytest.raises(UserError) as caught:
-        plan("layout.first_stage_layers=null", file=LARGEST)
+        plan("layout.first_stage_layers=null", file=EXPERTS)
     assert caught.value.setting.startswith("layout.")

@@ -13,7 +13,6 @@ from megatron_dppo.estimate.workload import packs_of
 from megatron_dppo.parallel.layout import stage_layers
 from tests.estimate.test_plan import of, plan, setup, trainer_parts
 
-LARGEST = "configs/qwen3_235b_a22b_dppo.yaml"
 CUTS = [
     (8, LayoutConfig(pp=2)),
     (8, LayoutConfig(pp=2, vpp=2)),
@@ -78,20 +77,24 @@ def test_a_stage_keeps_activations_of_as_many_packs_as_are_in_flight_in_it() -> 
     assert first_of_four == pytest.approx(alone, rel=0.05)
 
 
-def test_a_backward_pass_takes_twice_its_forward_pass_and_the_heads_three_times() -> None:
+def test_a_backward_pass_takes_about_twice_its_forward_pass() -> None:
     phases = plan("model.recompute=none", "loss.kl_coef=0.01", "layout.pp=1").pruned.phases
     forward = phases["reference log-probabilities"]
-    assert 3.0 * forward < phases["training"] < 4.0 * forward
+    assert 2.9 * forward < phases["training"] + phases["messages"] < 3.2 * forward
 
 
 def test_virtual_stages_divide_the_bubble_and_keep_more_activations() -> None:
     base = ("layout.pp=4", "layout.tp=4", "model.recompute=none")
-    plain, interleaved = plan(*base).pruned, plan(*base, "layout.vpp=4").pruned
+    made = plan(*base, "layout.vpp=4")
+    plain, interleaved = plan(*base).pruned, made.pruned
     assert interleaved.packs == plain.packs
-    assert interleaved.phases["pipeline bubble"] == pytest.approx(plain.phases["pipeline bubble"] / 4)
+    assert interleaved.phases["pipeline bubble"] == pytest.approx(plain.phases["pipeline bubble"] / 4, rel=0.02), (
+        "but for messages of more stages"
+    )
     first, first_interleaved = (trainer_parts(of(*base, f"layout.vpp={v}"))["activations"] for v in (1, 4))
-    # Four packs in 16 layers against 2·3 + 3·4 + 1 = 19 packs in 4 layers.
-    assert first_interleaved == pytest.approx(first * 19 * 4 / (4 * 16), rel=1e-3)
+    # Four packs in 16 layers against as many in 4 layers as are in flight.
+    in_flight = chunks_in_flight(0, LayoutConfig(pp=4, vpp=4), made.unpruned.packs)
+    assert first_interleaved == pytest.approx(first * in_flight * 4 / (4 * 16), rel=5e-3)
 
 
 def test_an_interleaved_pipeline_has_at_least_as_many_packs_as_stages() -> None:

@@ -49,7 +49,7 @@ def test_a_layout_that_does_not_divide_the_cluster_s_ranks_is_refused_before_a_j
     large = str(ROOT / "configs/qwen3_235b_a22b_dppo.yaml")
     assert main(["launch", large, "--executor", "slurm", "--dry-run", "cluster.nodes=8"]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: layout.ep = 16\n")
+    assert said.out == "" and said.err.startswith("error: layout = tp 4 x pp 16 x cp 2 x dp any\n")
 
 
 def test_the_script_for_this_machine_trains_when_it_is_run(tmp_path: Path) -> None:

@@ -61,12 +61,11 @@ def plan() -> MinibatchPlan:
         prompt_length=np.array(PROMPT_LENGTHS)[groups],
         response_length=np.array(RESPONSE_LENGTHS)[groups, completions],
         shared_length=np.array([0, 2, 0, 1, 0]),
-        advantage=np.arange(5.0),
+        advantage=np.column_stack([np.arange(5.0), np.arange(10).reshape(5, 2) / 3]),
         teacher=np.full(5, -1),
         weight=np.ones(5),
         scale=np.arange(5.0) / 10,
         forks=np.arange(10).reshape(5, 2),
-        branch_advantage=np.arange(10).reshape(5, 2) / 3,
     )
     return MinibatchPlan(kept, 1.0, 32, (((4, 0), (2,)), ((1, 3), ())))
 
@@ -86,7 +85,7 @@ def received_roles(rank: int, size: int) -> tuple[int, list]:
     world = initialize(LayoutConfig(dp=2), seed=1, timeout_s=60.0)
     held = {i: group(i, roles=True) for i in range(3) if OWNERS[i] == rank}
     given = plan()
-    samples = replace(given.samples, forks=np.zeros((5, 0), np.int64), branch_advantage=np.arange(5)[:, None] / 3)
+    samples = replace(given.samples, forks=np.zeros((5, 0), np.int64), advantage=np.outer(np.arange(5), [1, 1 / 3]))
     return world.dp_rank, deliver(world, replace(given, samples=samples), held)
 
 
@@ -96,10 +95,9 @@ def test_tokens_keep_their_roles_on_the_way(ranks: RankPool) -> None:
             for got, row in zip(pack, rows, strict=True):
                 samples = plan().samples
                 expected = roles_of(int(samples.group[row]), int(samples.completion[row]))
-                np.testing.assert_array_equal(got.roles, expected)
                 np.testing.assert_array_equal(got.loss_mask, expected >= 0)
                 sampled = np.flatnonzero(got.loss_mask)
-                np.testing.assert_array_equal(got.advantages(sampled), np.array([row, row / 3])[expected[sampled]])
+                np.testing.assert_allclose(got.advantage[sampled], np.array([row, row / 3])[expected[sampled]])
 
 
 def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: RankPool) -> None:
@@ -116,9 +114,11 @@ def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: Ra
                     np.testing.assert_array_equal(got.response_ids, completion.token_ids)
                     np.testing.assert_array_equal(got.engine_logprobs, completion.logprobs)
                     np.testing.assert_array_equal(got.loss_mask, completion.loss_mask)
-                    assert (got.advantage, got.scale, got.version) == (row, row / 10, row + 20)
-                    assert got.forks == (2 * row, 2 * row + 1)
-                    assert got.branch_advantage == (2 * row / 3, (2 * row + 1) / 3) and got.roles is None
+                    assert (got.scale, got.version) == (row / 10, row + 20)
+                    steps = np.arange(len(got.response_ids))
+                    forked = (steps >= 2 * row).astype(int) + (steps >= 2 * row + 1)
+                    wanted = np.array([row, 2 * row / 3, (2 * row + 1) / 3])[forked]
+                    np.testing.assert_array_equal(got.advantage, wanted)
                     if not routed:
                         assert got.routing is None and got.teacher_logprobs is None
                         continue

@@ -41,6 +41,7 @@ from megatron_dppo.rollout import decoding, local
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import PolicyLoss
+from megatron_dppo.trainer.shard_writer import Stage
 from tests.rehearsal.cases import CASES, Case, config_of, write_policies
 from tests.rehearsal.faults import FAULTS
 from tests.steps import build, step_of_groups, weights_of
@@ -64,6 +65,8 @@ def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
                 try:
                     if fault == "memory":
                         found = measure_memory(mode, CASES[case])
+                    elif fault == "staging":
+                        found = stage_tensors(mode)
                     elif fault == "engine":
                         found = play_engine(mode, policies[case])
                     elif fault == "activations":
@@ -129,6 +132,17 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
     found["pinned"] = dict(book.pinned)
     sizes = [parameter.numel() for parameter in policy.actor.parameters()]
     found["room"] = {dtype: sum(-(-size * width // 512) * 512 for size in sizes) for dtype, width in WIDTHS.items()}
+    return found
+
+
+def stage_tensors(mode: RehearsalMode) -> dict[str, Any]:
+    """Devices and sizes of a checkpoint's tensors on the host, which stand on the device or on the host before."""
+    with mode:
+        empty, full = torch.empty((0, 3), device="cuda"), torch.empty((2, 3), device="cuda")
+        found = {}
+        for name, tensors in {"empty": [empty], "both": [empty, full, empty], "host": [torch.ones(1)]}.items():
+            ((_, _, (_, copies)),) = Stage().copy([("path", "name", ([], [(None, tensor) for tensor in tensors]))])
+            found[name] = [[copy.device.type, list(copy.shape)] for _, copy in copies]
     return found
 
 

@@ -74,7 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         pytest.skip("a rehearsal compiles a small C++ file: install g++")
     out = tmp_path_factory.mktemp("rehearsal") / "found.jsonl"
     names = [*NAMES, *(f"memory: {name}" for name in MEMORY), *FAULTY]
-    names.append("engine: dense")
+    names += ["engine: dense", "staging: dense"]
     names += [f"activations: {name}" for name in ACTIVATIONS if ALL]
     command = [sys.executable, "-m", "tests.rehearsal.play", str(out), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
@@ -171,6 +171,14 @@ def test_pinned_memory_has_the_bytes_that_are_copied_to_it(found: Found, name: s
     assert of_size == {PINNED_BY: sum(needed.values())}
     if (written := played.get("written")) is not None:  # each tensor alone, and not the buffer that it was staged in
         assert written < 1.2 * (played["room"]["bf16"] + 3 * played["room"]["fp32"])
+
+
+def test_a_checkpoint_leaves_no_tensor_on_the_device(found: Found) -> None:
+    """Not those without elements, either: a forked process must not touch the device."""
+    check_runs(found["staging: dense"])
+    empty, full = ["cpu", [0, 3]], ["cpu", [2, 3]]
+    staged = {name: found["staging: dense"][name] for name in ("empty", "both", "host")}
+    assert staged == {"empty": [empty], "both": [empty, full, empty], "host": [["cpu", [1]]]}
 
 
 @pytest.mark.parametrize("name", MEMORY)

@@ -173,7 +173,7 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str, scored: Scored) -
                     scored.groups[q].completions[i].token_ids,
                     scored.groups[q].completions[i].logprobs,
                     scored.groups[q].completions[i].loss_mask,
-                    advantage=float(samples.advantage[k]),
+                    advantage=float(samples.advantage[k, 0]),
                     scale=float(samples.scale[k]),
                     version=0,
                     shared=int(samples.shared_length[k]),

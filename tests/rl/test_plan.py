@@ -70,7 +70,7 @@ def test_samples_carry_the_numbers_of_their_completion(rule: str, name: str):
     np.testing.assert_array_equal(samples.owner, metadata.owners[samples.group])
     np.testing.assert_array_equal(samples.prompt_length, metadata.prompt_lengths[samples.group])
     np.testing.assert_array_equal(samples.response_length, metadata.response_lengths[at])
-    np.testing.assert_array_equal(samples.advantage, group_advantages(metadata.rewards, normalise=True)[at])
+    np.testing.assert_array_equal(samples.advantage[:, 0], group_advantages(metadata.rewards, normalise=True)[at])
     c, z = (1 / samples.response_length, 24 * 8) if name == "grpo" else (1.0, metadata.response_lengths.sum())
     assert minibatch.normaliser == z
     np.testing.assert_allclose(samples.scale, samples.weight * c / z, rtol=1e-15)

@@ -112,7 +112,7 @@ def gradient(chosen: tuple[int, ...], step: StepPlan) -> Floats:
     samples, total = step.minibatches[0].samples, np.zeros(len(LOGITS))
     for k in range(len(samples.group)):
         path, said_by = PATHS[chosen[samples.completion[k]]], SPOKEN[chosen[samples.completion[k]]]
-        sample = dataclasses.replace(training_sample(step, k, path), roles=np.array(said_by, np.int8))
+        sample = training_sample(step, k, path, tuple(said_by))
         pack = build_pack([sample], 8, pad_id=0, align=1)
         total += (pack.scale * pack.advantage) @ scores(path)
     return total

@@ -70,22 +70,22 @@ def gradient(given: Forests, step: StepPlan, first: int = 0) -> Floats:
     for k in range(len(samples.group)):
         path = given.paths[first + samples.group[k]][samples.completion[k]]
         sample = training_sample(step, k, path)
-        total += sample.scale * sample.advantages(np.arange(len(path))) @ given.toy.scores(path)[: len(path)]
+        total += sample.scale * sample.advantage @ given.toy.scores(path)[: len(path)]
     return total
 
 
-def training_sample(step: StepPlan, k: int, path: tuple[int, ...]) -> TrainingSample:
+def training_sample(
+    step: StepPlan, k: int, path: tuple[int, ...], said_by: tuple[int, ...] | None = None
+) -> TrainingSample:
     samples = step.minibatches[0].samples
     return TrainingSample(
         prompt_ids=np.array([5, 6], np.int32),
         response_ids=np.array(path, np.int32),
         engine_logprobs=np.zeros(len(path), np.float32),
         loss_mask=np.ones(len(path), bool),
-        advantage=float(samples.advantage[k]),
+        advantage=samples.token_advantages(k, np.array(said_by or (0,) * len(path), np.int8)),
         scale=float(samples.scale[k]),
         version=0,
-        forks=tuple(samples.forks[k].tolist()),
-        branch_advantage=tuple(samples.branch_advantage[k].tolist()),
     )
 
 
@@ -158,7 +158,7 @@ def test_a_token_of_a_pack_has_the_advantage_of_its_segment() -> None:
     ][:2]
     packed = [training_sample(step, k, given.paths[samples.group[k]][samples.completion[k]]) for k in chosen]
     pack = build_pack(packed, 12, pad_id=0, align=1)
-    expected = [[samples.advantage[k], samples.branch_advantage[k, 0], samples.branch_advantage[k, 0]] for k in chosen]
+    expected = [samples.advantage[k, [0, 1, 1]].tolist() for k in chosen]
     assert sorted(pack.advantage.tolist()) == sorted(np.ravel(expected).tolist())
     for row in (0, 1):
         assert pack.advantage[pack.sample == row].tolist() == expected[row]

@@ -139,7 +139,7 @@ def gradient(
                 response_ids=world.responses[metadata.prompt_ids[samples.group[k]]][samples.completion[k]],
                 engine_logprobs=world.engine_logprobs[metadata.prompt_ids[samples.group[k]]][samples.completion[k]],
                 loss_mask=np.ones(samples.response_length[k], bool),
-                advantage=float(samples.advantage[k]),
+                advantage=float(samples.advantage[k, 0]),
                 scale=float(samples.scale[k]),
                 version=0,
                 shared=int(samples.shared_length[k]),
@@ -188,7 +188,7 @@ def recomputed(metadata: StepMetadata, samples: TrainingSamples) -> TrainingSamp
     for group in np.unique(samples.group):
         left = samples.group == group
         result[left] = group_advantages(metadata.rewards[group, samples.completion[left]][None], normalise=True)[0]
-    return dataclasses.replace(samples, advantage=result)
+    return dataclasses.replace(samples, advantage=result[:, None])
 
 
 def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:
@@ -253,7 +253,7 @@ def expectation(world: World, config: Config, monkeypatch: pytest.MonkeyPatch, m
 def full_gradient(world: World, config: Config, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """∇J, of every completion of every prompt."""
     everything = Selection(np.arange(PROMPTS), np.ones(PROMPTS), window=PROMPTS)
-    pruning = replace(config.pruning, completions=replace(config.pruning.completions, rule="none"))
+    pruning = replace(config.pruning, completions=replace(config.pruning.completions, rule="none", function=None))
     monkeypatch.setattr(planning, "generator", lambda *_: FixedOffset(0.0))
     metadata = world.metadata(everything)
     step = planning.plan_step(metadata, replace(config, pruning=pruning), **SETTINGS)

@@ -119,6 +119,9 @@ class Policy(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/judge" and self.server.refusals:
+            self.send_error(self.server.refusals.pop())
+            return
         aborts = asked.get("input_ids", [0])[-1] == ABORTS
         tokens = [5] if aborts else [5, 6]
         meta = {
@@ -142,13 +145,23 @@ class Policy(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     request_queue_size = 64  # of all conversations at once: whom a queue of 5 turns away tries again after a second
 
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Policy)
+        self.refusals: list[int] = []
+        """Statuses of the next answers of the judge."""
+
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    server = Server(("127.0.0.1", 0), Policy)
+def server() -> Iterator[Server]:
+    server = Server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
+    yield server
     server.shutdown()
+
+
+@pytest.fixture
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.server_port}"
 
 
 def converse(
@@ -202,6 +215,13 @@ def test_a_tool_that_is_down_costs_no_server(url: str, tmp_path: Path) -> None:
     batch, lost, _ = converse("ask_a_judge", url, tmp_path, other="http://127.0.0.1:9", attempts=2)
     assert lost == {}
     assert isinstance(batch.error, PromptFailedError) and "127.0.0.1:9 broke off at /judge" in str(batch.error)
+
+
+def test_a_busy_tool_is_asked_again(server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.1)
+    server.refusals = [429, 503]
+    batch, lost, _ = converse("ask_a_judge", url, tmp_path, other=url.replace("127.0.0.1", "localhost"), attempts=1)
+    assert batch.error is None and lost == {} and server.refusals == []
 
 
 def test_samples_that_are_given_up_are_asked_for_again_and_cost_no_server(url: str, tmp_path: Path) -> None:

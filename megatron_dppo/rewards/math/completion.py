@@ -9,7 +9,7 @@ from fractions import Fraction
 THINKING_TAGS = ("<think>", "</think>")
 """The default of ``reward.thinking_tags``."""
 MARKED = re.compile(r"^.*#[ \t]*+([^#\n]+)$", re.MULTILINE)
-"""What follows number signs on a line: ``#### 72`` as GSM8K has it, ``#72`` as the arithmetic generator has it."""
+"""Text after number signs on a line: ``#### 72`` as GSM8K has it, ``#72`` as the arithmetic generator has it."""
 NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?")
 BOXED = re.compile(r"\\f?boxed\s*(?:\{|([^\s{}\\]))")
 BRACE = re.compile(r"[{}]")
@@ -23,7 +23,7 @@ TOLD = re.compile(rf"\s+(?:is|are|equals)\s+(?:exactly\s+)?({LOOSE.pattern})[.!]
 BETWEEN = re.compile(
     r"(?:[\s$,;.*]|\\[()\[\],; ]|\\quad|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\b[a-zA-Z](?:_\w)?\s*=)*+"
 )
-"""What may stand between boxes that are one answer."""
+"""Text between boxes that are one answer."""
 LONGEST_BETWEEN = 60
 SUBJECT = re.compile(r"(?:[a-zA-Z'-]+\s+){1,12}(?:is|are|equals)\s+(?:exactly\s+)?", re.IGNORECASE)
 """Words that say of what the answer is told: ``The volume is`` 120."""

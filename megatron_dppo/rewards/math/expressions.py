@@ -214,7 +214,7 @@ class _Reader:
         return node
 
     def script(self) -> Node:
-        """What stands behind a caret: a group, or one token with its sign."""
+        """Exponent behind a caret: a group, or one token with its sign."""
         negative = self.signs()
         if self.kind() not in ("number", "word", "command") and self.peek() not in ("(", "{"):
             raise UnreadableError("no exponent")
@@ -233,7 +233,7 @@ class _Reader:
         return found
 
     def argument(self) -> Node:
-        r"""What a command takes: a group, or one digit, letter or command."""
+        r"""Argument of a command: a group, or one digit, letter or command."""
         if self.kind() == "number" and len(self.peek()) > 1:
             raise UnreadableError("which digits?")
         return self.atom()

@@ -111,7 +111,7 @@ def _latex(character: str) -> str:
 
 
 def unspaced(text: str) -> str:
-    """What two spellings are compared by: LaTeX passes over spaces, but for those that part two numbers."""
+    """Spelling for comparisons, without spaces, which LaTeX passes over; those between two digits stay."""
     return re.sub(r"(?<![0-9]) | (?![0-9])", "", text)
 
 
@@ -154,13 +154,13 @@ MATRIX = re.compile(r"\\begin\{([pbB]?matrix|smallmatrix|array)\}(?:\{[^{}]*\})?
 
 @dataclass(frozen=True, slots=True)
 class Bracketed:
-    """What stands between two brackets; an interval where it has two ends and one of them is square."""
+    """Elements between two brackets; an interval if there are two and a bracket is square."""
 
     opening: str
     elements: tuple[str, ...]
     closing: str
     unknown: str | None = None
-    """Of an inequality that was read as an interval."""
+    """Unknown of an inequality read as an interval."""
 
     def same_brackets(self, other: Bracketed) -> bool:
         """Whether the brackets say the same: of a vector of three or more they say nothing."""
@@ -343,7 +343,7 @@ def told_choice(text: str) -> tuple[str, str] | None:
 
 
 def words_of(text: str) -> str | None:
-    """What is said in words, without case, punctuation, articles and the s of the plural; None for a formula."""
+    """Words of a text, without case, punctuation, articles and the s of the plural; None for a formula."""
     if text in EMPTY:
         return "no solution"
     plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)

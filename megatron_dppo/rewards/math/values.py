@@ -1,4 +1,4 @@
-"""What an expression is worth at a point: exactly where it is rational, else to as many digits as its terms need."""
+"""Values of an expression at a point: exact if rational, else to as many digits as its terms need."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Value = Any
 """A Fraction, or a real or complex number of ``mpmath``."""
 
 MOST_BITS = 1_000_000
-"""Of a number's size: no number that is larger, or nearer to zero, is worked out."""
+"""Size limit of numbers, in bits: no number that is larger, or nearer to zero, is worked out."""
 EXACT_BITS = 40_000
-"""Of a fraction that is kept exact."""
+"""Bits of a fraction that is kept exact."""
 DIGITS = 50
 """Significant digits of what is not rational, with more for terms of unlike sizes."""
 MOST_DIGITS = 1200

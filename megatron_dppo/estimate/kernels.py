@@ -1,0 +1,311 @@
+"""Seconds of a pack's kernels and messages on one rank, by formula.
+
+A :mod:`rehearsal <megatron_dppo.rehearse>` of the trainer with Transformer Engine found which kernels there are, and
+``tests/rehearsal/test_command.py`` compares their sums. Sizes are elements of ``model.dtype`` unless they are said to
+be bytes; *forward* and *backward* come in pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_dppo.config import HEAD_CHUNK_MIB
+from megatron_dppo.estimate.memory import layers_of_stage, rank_elements
+from megatron_dppo.estimate.roofline import (
+    ATTENTION_BACKWARD,
+    ATTENTION_FORWARD,
+    EXCHANGE,
+    INSIDE,
+    LEAST_SECONDS,
+    PIPELINE,
+    REPLICAS,
+    kernel_seconds,
+    message_seconds,
+    wire_seconds,
+)
+from megatron_dppo.estimate.workload import MeanPack, Setup, mean_pack, packs_of
+from megatron_dppo.models.shape import padded_vocab
+
+EXPERT_LAUNCHES, CONTEXT_LAUNCHES, LOSS_LAUNCHES = 12, 8, 75
+"""Kernels of the least length: of a router's counts in a layer's pass, of each step of attention over
+context-parallel ranks, of a pack's loss."""
+
+
+class Seconds(NamedTuple):
+    """Seconds of a rank."""
+
+    kernels: float = 0.0
+    messages: float = 0.0
+    """Of tensor, context and pipeline parallelism."""
+    exchange: float = 0.0
+    """Of the way to the experts and back."""
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    def times(self, count: float) -> Seconds:
+        return Seconds(*(count * each for each in self))
+
+
+def together(*parts: Seconds) -> Seconds:
+    """The sum."""
+    return Seconds(*map(sum, zip(*parts, strict=True)))
+
+
+Pair = tuple[Seconds, Seconds]
+"""A forward and a backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Passes of a pack through a rank of a pipeline stage."""
+
+    forward: Seconds
+    """A pass of log-probabilities."""
+    update: Seconds
+    """A forward and a backward pass, with what the latter computes again."""
+
+
+def stage_passes(setup: Setup) -> list[Passes]:
+    """Passes of the mean pack through each pipeline stage, its messages to other stages included."""
+    layout, pack = setup.placement.layout, mean_pack(setup)
+    attention, feed_forward = _attention(setup, pack), (_experts if setup.shape.experts else _dense)(setup, pack)
+    forward, backward = together(attention[0], feed_forward[0]), together(attention[1], feed_forward[1])
+    again = {"none": Seconds(), "selective": feed_forward[0], "full": forward}[setup.config.model.recompute]
+    backward, found = together(backward, again), []
+    for stage in range(layout.pp):
+        layers, ends = layers_of_stage(setup.shape, stage, layout), [_neighbours(setup, pack, stage)]
+        ends += [_embedding(setup, pack)] * (stage == 0) + [_head(setup, pack)] * (stage == layout.pp - 1)
+        once = together(forward.times(layers), *(end[0] for end in ends))
+        found.append(Passes(once, together(once, backward.times(layers), *(end[1] for end in ends))))
+    return found
+
+
+def optimizer_seconds(setup: Setup, stage: int) -> float:
+    """An update's passes over gradients, moments and weights: 4 bytes of a rank's gradient, 46 of its shard of them."""
+    elements, placement = rank_elements(setup.shape, stage, setup.placement.layout), setup.placement
+    shard = elements.dense / placement.replica + elements.experts / placement.expert_replica
+    shard = shard if setup.config.optimizer.distributed else elements.total
+    return kernel_seconds(setup, 0.0, 4.0 * elements.total + 46.0 * shard)
+
+
+def reduction_seconds(setup: Setup, stage: int) -> float:
+    """Seconds to bring an update's gradients to each rank's shard as fp32 sums, and the weights back.
+
+    The experts have an optimizer of their own, and Megatron gathers all weights after each of the two. The first and
+    the last stage sum their gradients of tied embeddings.
+    """
+    shape, layout = setup.shape, setup.placement.layout
+    elements, placement = rank_elements(setup.shape, stage, setup.placement.layout), setup.placement
+    groups = ((placement.replica, elements.dense), (placement.expert_replica, elements.experts))
+    moved = 4.0 + setup.width * (2 if shape.experts else 1)
+    tied = shape.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
+    embedding = message_seconds(setup, PIPELINE, 4.0 * _rows(setup) * shape.hidden) if tied else 0.0
+    return embedding + sum(wire_seconds(setup, REPLICAS, ranks, moved * size) for ranks, size in groups)
+
+
+def update_seconds(setup: Setup, stage: int) -> tuple[float, float]:
+    """Seconds of an update's kernels and of its collectives on a rank of a pipeline stage, without waits."""
+    packs, one = packs_of(setup), stage_passes(setup)[stage].update
+    kernels = packs * one.kernels + optimizer_seconds(setup, stage)
+    return kernels, packs * (one.messages + one.exchange) + reduction_seconds(setup, stage)
+
+
+# Layers
+
+
+def _attention(setup: Setup, pack: MeanPack) -> Pair:
+    """Norm, projections, norms and rotary embedding of queries and keys, attention, residual."""
+    shape, layout = setup.shape, setup.placement.layout
+    queries, keys = (heads * shape.head_dim // layout.tp for heads in (shape.heads, shape.kv_heads))
+    q, k, h = (pack.tokens * width for width in (queries, keys, shape.hidden / _shared(setup)))
+    sizes = [(queries + 2 * keys, shape.hidden), (shape.hidden, queries)]
+    products = _products(setup, [(pack.tokens, *size) for size in sizes])
+    forward = [2 * h, 3 * h, *3 * [2 * q, 2 * k], 2 * k, q]
+    backward = [3 * h, 3 * h, 3 * q, 3 * k, 2 * q, 2 * k, 2 * (q + 2 * k), q + 2 * k]
+    small = 4.0 if not setup.config.model.lora.rank else 0.0  # gradients of norms
+    messages = _inside(setup, pack, gathers=(1, 2), scatters=(1, 1), sums=(1, 1))
+    if layout.cp > 1:
+        forward += [4.5 * layout.cp * q, 4 * k]
+        backward += [3.8 * layout.cp * q, 4 * k]
+        small += CONTEXT_LAUNCHES * layout.cp
+        sent = (layout.cp - 1) * message_seconds(setup, INSIDE, 2 * k * setup.width)
+        messages = (messages[0] + sent, messages[1] + 2 * sent)
+    flops, dtype = queries * pack.pairs / layout.cp, setup.config.model.dtype
+    products = (
+        products[0] + kernel_seconds(setup, 2 * flops, 0.0, share=ATTENTION_FORWARD, dtype=dtype),
+        products[1] + kernel_seconds(setup, 5 * flops, 0.0, share=ATTENTION_BACKWARD, dtype=dtype),
+    )
+    return _pair(setup, products, (forward, backward), messages, (small, small))
+
+
+def _dense(setup: Setup, pack: MeanPack) -> Pair:
+    """Norm, SwiGLU and residual."""
+    shape, layout = setup.shape, setup.placement.layout
+    h, f = pack.tokens * shape.hidden / _shared(setup), pack.tokens * shape.ffn / layout.tp
+    sizes = [(2 * shape.ffn // layout.tp, shape.hidden), (shape.hidden, shape.ffn // layout.tp)]
+    products = _products(setup, [(pack.tokens, *size) for size in sizes])
+    messages = _inside(setup, pack, gathers=(1, 2), scatters=(1, 1), sums=(1, 1))
+    streams = ([2 * h, 3 * h, 3 * f], [3 * h, 3 * h, 5 * f])
+    return _pair(setup, products, streams, messages)
+
+
+def _experts(setup: Setup, pack: MeanPack) -> Pair:
+    """Norm, router, the way of tokens to the experts and back, SwiGLU, residual.
+
+    Every rank waits for the one whose experts are sent the most. Router and routing keep fp32.
+    """
+    shape, layout = setup.shape, setup.placement.layout
+    mine, etp = pack.tokens // _shared(setup), layout.expert_tp
+    h, sent = mine * shape.hidden, mine * shape.experts_per_token * shape.hidden
+    got = etp * mine * shape.experts_per_token * setup.imbalance
+    experts, ffn, copies = shape.experts // layout.ep, shape.ffn // etp, got * shape.hidden
+    sizes = [(2 * ffn, shape.hidden), (shape.hidden, ffn)]
+    first, second = (
+        experts * each for each in _products(setup, [(got / experts, *size) for size in sizes], tiled=False)
+    )
+    scores = mine * shape.experts / setup.width  # of one byte
+    first += _product(setup, mine, shape.experts, shape.hidden)
+    second += _product(setup, mine, shape.hidden, shape.experts, dtype="fp32")
+    second += _product(setup, shape.experts, shape.hidden, mine, dtype="fp32")
+    routed = h + sent
+    moved = [routed, routed, 2 * copies, 2 * copies]
+    moved += [3 * copies, 3 * copies / etp] * (etp > 1)  # to fp32 for the sum over the ranks of an expert, and back
+    forward = [2 * h, 3 * h, 13 * scores, 9 * scores, 8 * scores, 8 * scores, *moved, 3 * got * ffn]
+    backward = [3 * h, 3 * h, 3 * h, 3 * h, 13 * scores, *moved, 5 * got * ffn]
+    size = sent * setup.imbalance * setup.width
+    exchange = 2 * wire_seconds(setup, EXCHANGE, layout.ep, size)
+    exchange += wire_seconds(setup, INSIDE, etp, etp * size * (setup.width + 4) / setup.width)
+    once, back = _pair(setup, (first, second), (forward, backward), (0.0, 0.0), (EXPERT_LAUNCHES, EXPERT_LAUNCHES / 2))
+    return once._replace(exchange=exchange), back._replace(exchange=exchange)
+
+
+# The ends of the policy
+
+
+def _embedding(setup: Setup, pack: MeanPack) -> Pair:
+    """The look-up reads the weight; its gradient is made whole and added to the sum of all packs."""
+    shape, layout = setup.shape, setup.placement.layout
+    weight = _rows(setup) * shape.hidden
+    h, cut = pack.tokens * shape.hidden, layout.tp > 1
+    summed = (4.0 + 4.0 + setup.width) / setup.width * weight
+    streams = ([weight + h] + [2 * h] * cut, [weight + h, summed] + [2 * h] * cut)
+    return _pair(setup, (0.0, 0.0), streams, _inside(setup, pack, gathers=(0, 1), scatters=(1, 0), sums=(1, 0)))
+
+
+def _head(setup: Setup, pack: MeanPack) -> Pair:
+    """Last norm, and log-probabilities of responses chunk by chunk, whose logits are made again for the gradient."""
+    shape, rows = setup.shape, _rows(setup)
+    chunk = (setup.config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2**20
+    scored, h = pack.responses, pack.tokens * shape.hidden / _shared(setup)
+    at_once, kept = (min(scored, chunk / (rows * size)) for size in (4, 4 + setup.width))
+
+    def chunks(size: float, seconds: float) -> float:
+        return scored / size * seconds
+
+    def logits(size: float) -> float:
+        return chunks(size, _product(setup, size, rows, shape.hidden, written=4))
+
+    def read(size: float, width: int) -> float:
+        return chunks(size, kernel_seconds(setup, 0.0, size * rows * width))
+
+    forward = logits(at_once) + read(at_once, 4)
+    backward = logits(kept) + read(kept, 4 + setup.width) + chunks(kept, _product(setup, kept, shape.hidden, rows))
+    backward += chunks(kept, _product(setup, rows, shape.hidden, kept, written=8))
+    picked = scored * shape.hidden
+    streams = ([2 * h, 2 * picked], [3 * h, *4 * [2 * picked]])
+    messages = _inside(setup, pack, gathers=(1, 0), scatters=(0, 1), sums=(0, 1))
+    return _pair(setup, (forward, backward), streams, messages, launches=(20, LOSS_LAUNCHES))
+
+
+def _neighbours(setup: Setup, pack: MeanPack, stage: int) -> Pair:
+    """Messages to the stage after, and back to the stage before; each virtual stage sends its own."""
+    layout = setup.placement.layout
+    size = pack.tokens * setup.shape.hidden / _shared(setup) * setup.width
+    one, ring = message_seconds(setup, PIPELINE, size), layout.vpp > 1
+    forward = layout.vpp - (stage == layout.pp - 1) if ring else int(stage < layout.pp - 1)
+    backward = layout.vpp - (stage == 0) if ring else int(stage > 0)
+    return Seconds(0.0, one * forward), Seconds(0.0, one * backward)
+
+
+# Kernels
+
+
+def _rows(setup: Setup) -> int:
+    """Tokens of the vocabulary that a rank has."""
+    tp = setup.placement.layout.tp
+    return padded_vocab(setup.shape.vocab_size, tp) // tp
+
+
+def _shared(setup: Setup) -> int:
+    """Ranks that share norms and residuals."""
+    layout = setup.placement.layout
+    return layout.tp if layout.sequence_parallel else 1
+
+
+def _pair(
+    setup: Setup, products: tuple[float, float], streams: tuple[Sequence[float], Sequence[float]],
+    messages: tuple[float, float], launches: tuple[float, float] = (0.0, 0.0),
+) -> Pair:  # fmt: skip
+    both = zip(products, streams, messages, launches, strict=True)
+    forward, backward = (Seconds(of + _streams(setup, over, launches=few), sent) for of, over, sent, few in both)
+    return forward, backward
+
+
+def _product(
+    setup: Setup, rows: float, columns: float, inner: float, *,
+    written: int | None = None, dtype: str | None = None, tiled: bool = True,
+) -> float:  # fmt: skip
+    """Seconds of [rows, inner] · [inner, columns].
+
+    Args:
+        setup: of the run.
+        rows: of the product.
+        columns: of the product.
+        inner: summed over.
+        written: bytes for each element of the product; None: as wide as the operands.
+        dtype: of the operands; None: the model's.
+        tiled: whether the roofline counts what tiles leave idle.
+    """
+    dtype = dtype or setup.config.model.dtype
+    width = setup.width if dtype == setup.config.model.dtype else 4
+    size = width * (rows * inner + inner * columns) + (width if written is None else written) * rows * columns
+    product = (round(rows), round(columns)) if tiled else None
+    return kernel_seconds(setup, 2.0 * rows * columns * inner, size, dtype=dtype, product=product)
+
+
+def _products(setup: Setup, sizes: list[tuple[float, float, float]], *, tiled: bool = True) -> tuple[float, float]:
+    """Seconds of products with weights, and of those for the gradients of inputs and weights.
+
+    Args:
+        setup: of the run. Frozen weights of a policy with adapters have no gradient.
+        sizes: rows, columns and inner size of each product.
+        tiled: as for :func:`_product`.
+    """
+    forward = backward = 0.0
+    for rows, columns, inner in sizes:
+        forward += _product(setup, rows, columns, inner, tiled=tiled)
+        backward += _product(setup, rows, inner, columns, tiled=tiled)
+        if not setup.config.model.lora.rank:
+            backward += _product(setup, columns, inner, rows, written=8, tiled=tiled)
+    return forward, backward
+
+
+def _streams(setup: Setup, sizes: Sequence[float], *, launches: float = 0.0) -> float:
+    """Seconds of kernels that read and write ``sizes`` elements, and of kernels of the least length."""
+    return sum(kernel_seconds(setup, 0.0, size * setup.width) for size in sizes) + launches * LEAST_SECONDS
+
+
+def _inside(
+    setup: Setup, pack: MeanPack, *, gathers: tuple[int, int], scatters: tuple[int, int], sums: tuple[int, int]
+) -> tuple[float, float]:
+    """Seconds of tensor parallelism: gathers and scatters under sequence parallelism, else all-reduces."""
+    layout = setup.placement.layout
+    size = pack.tokens * setup.shape.hidden * setup.width
+    one = wire_seconds(setup, INSIDE, layout.tp, size)
+    if layout.sequence_parallel:
+        return one * (gathers[0] + scatters[0]), one * (gathers[1] + scatters[1])
+    return 2 * one * sums[0], 2 * one * sums[1]
