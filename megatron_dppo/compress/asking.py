@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dppo.compress.passes import Passes, Sums
+from megatron_dppo.compress.passes import Accumulator, Sums
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluator import EvalProblem, Evaluator, open_verifiers
@@ -63,7 +63,7 @@ class Asking:
         self._engine = to_close.enter_context(closing(parts.engine()))
         self._evaluator = Evaluator(config, parts.world, parts.collectors(self._engine, workers))
 
-    def reward(self, absent: Collection[int], passes: Passes) -> float:
+    def reward(self, absent: Collection[int], passes: Accumulator) -> float:
         """Mean reward of the answers of the policy without these layers, over those that could be scored. Every policy
         draws by the same seeds.
 

@@ -19,7 +19,7 @@ from megatron_dppo.compress.absence import as_cut
 from megatron_dppo.compress.calibration import BATCH_TOKENS, Batch, batches
 from megatron_dppo.compress.choose import BY_REWARD, SCORES
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Passes, forget
+from megatron_dppo.compress.passes import Accumulator, forget
 from megatron_dppo.compress.reader import Reader, Whole
 from megatron_dppo.compress.refit import Refit
 from megatron_dppo.compress.work import CompressionJob
@@ -71,7 +71,7 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     def read(answers: Sequence[WorkedAnswer]) -> list[Batch]:
         return list(batches(answers, max_tokens=chosen.max_tokens, device=device()))
 
-    def reader(answers: Sequence[WorkedAnswer], passes: Passes) -> Reader:
+    def reader(answers: Sequence[WorkedAnswer], passes: Accumulator) -> Reader:
         return Whole(model, work.shape, read(answers), passes)
 
     depends_on = work.depends_on(scored, others, model.dtype if asked else None)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from megatron_dppo.compress.asking import Asking, digest_of_task, prompts_to_ask
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.live import Live
-from megatron_dppo.compress.passes import Passes, forget
+from megatron_dppo.compress.passes import Accumulator, forget
 from megatron_dppo.compress.reader import Reader
 from megatron_dppo.compress.work import CompressionJob
 from megatron_dppo.config import Config
@@ -58,7 +58,7 @@ def _score_in_shards(
     problems = prompts_to_ask(parts, chosen.sequences, chosen.seed) if chosen.config else []
     asking = Asking(config, parts, problems, to_close) if problems else None
 
-    def reader(answers: Sequence[WorkedAnswer], passes: Passes) -> Reader:
+    def reader(answers: Sequence[WorkedAnswer], passes: Accumulator) -> Reader:
         return Live(parts, answers, chosen.max_tokens, passes, asking)
 
     depends_on = world.from_leader(lambda: work.depends_on(scored, others, config.model.dtype, world.layout))

@@ -23,7 +23,7 @@ from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import BY_REWARD, NO_CALIBRATION, SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Passes, Ranks, scoring
+from megatron_dppo.compress.passes import Accumulator, Ranks, scoring
 from megatron_dppo.compress.reader import Reader
 from megatron_dppo.compress.refit import Refit
 from megatron_dppo.compress.surgery import write_cut
@@ -120,7 +120,7 @@ class CompressionJob:
 
     def score(
         self,
-        reader: Callable[[Sequence[WorkedAnswer], Passes], Reader],
+        reader: Callable[[Sequence[WorkedAnswer], Accumulator], Reader],
         scored: Sequence[WorkedAnswer],
         others: Sequence[WorkedAnswer],
         depends_on: Mapping[str, Any],
