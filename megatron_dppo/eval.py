@@ -31,9 +31,9 @@ from megatron_dppo.evaluation.answers import (
 )
 from megatron_dppo.evaluation.benchmarks import sources
 from megatron_dppo.evaluation.evaluator import (
-    Answered,
+    EvalAnswers,
+    EvalProblem,
     Evaluator,
-    Problem,
     by_name,
     held_out,
     open_verifiers,
@@ -90,8 +90,8 @@ def _evaluate(config: Config, world: World) -> None:
 def _answer(
     config: Config,
     world: World,
-    problems: Sequence[Problem],
-    left: Sequence[Sequence[Problem]],
+    problems: Sequence[EvalProblem],
+    left: Sequence[Sequence[EvalProblem]],
     log: AnswerLog | None,
     to_close: ExitStack,
 ) -> None:
@@ -117,8 +117,8 @@ def _answer(
                 progress.say(found)
 
 
-def _rows(problem: Problem, found: Answered, index: int) -> list[AnswerRow]:
-    """What ``answers.jsonl`` says of one problem: a line for each answer."""
+def _rows(problem: EvalProblem, found: EvalAnswers, index: int) -> list[AnswerRow]:
+    """Lines of ``answers.jsonl`` for one problem, one for each answer."""
     return [
         {
             "benchmark": problem.name,
@@ -151,7 +151,7 @@ class _Progress:
         if done:
             self._console.note(f"{done} of {of} problems are answered already")
 
-    def say(self, found: Answered) -> None:
+    def say(self, found: EvalAnswers) -> None:
         for note in found.failures.tracebacks:
             self._console.note(note)
         scores = [answer.score for group in found.answers for answer in group if answer.score]
@@ -192,7 +192,7 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[A
         console.banner(compare(rows, others, against=config.eval.against))
 
 
-def _settings(config: Config, problems: Sequence[Problem]) -> dict[str, Any]:
+def _settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]:
     """All that the answers depend on where the engine can be seeded, except the number of ranks."""
     return {
         "model": str(Path(config.model.checkpoint or config.model.folder).resolve()),
@@ -218,6 +218,6 @@ def _weights(config: Config) -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
 
 
-def _fingerprint(problems: Sequence[Problem]) -> str:
+def _fingerprint(problems: Sequence[EvalProblem]) -> str:
     asked = [(problem.prompt.text, problem.prompt.label_text, problem.verifier) for problem in problems]
     return f"{len(problems)} problems, {hashlib.sha256(repr(asked).encode()).hexdigest()[:16]}"

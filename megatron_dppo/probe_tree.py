@@ -163,7 +163,7 @@ def _row(place: int, found: ForkStatistics, leaves: int) -> str:
 
 
 def _verdict(places: Sequence[int], found: Sequence[ForkStatistics], leaves: int) -> str:
-    """What to do, in one line: a tree is named where its gain's interval is above 1."""
+    """Recommendation in one line: a tree is named if its gain's interval is above 1."""
     best = [(place, *each.best(leaves)) for place, each in zip(places, found, strict=True)]
     place, roots, children, gain = max(best, key=lambda each: each[-1].low)
     if gain.low <= 1.0:

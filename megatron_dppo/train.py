@@ -32,7 +32,7 @@ from megatron_dppo.rl.plan import plan_step, unpruned
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import staleness
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
@@ -142,7 +142,7 @@ class Trainer:
         self.logger.finish(self.guard.best)
 
     def _show(self) -> None:
-        """What a run has come to that was at its end already. Nothing is written but what a kill has left out."""
+        """Show the final result of a finished run, and write only files that a kill has left out."""
         exported, tracker = self.folder / "hf" / "config.json", self.folder / "checkpoints" / TRACKER
         due = partial(_is_older, exported, tracker)
         if self.config.run.export and self.world.from_leader(due):
@@ -166,13 +166,13 @@ class Trainer:
         if rollouts.requested is None and rollouts.complete is None:
             self.collector.request(self.pool, rollouts)
 
-    def roll_out(self, rollouts: StepRollouts) -> Collected:
+    def roll_out(self, rollouts: StepRollouts) -> CompleteRollouts:
         """Generate and score; every rank its own share."""
         with self.timers("rollout"):
             self.request(rollouts)
             return self.complete(rollouts)
 
-    def complete(self, rollouts: StepRollouts) -> Collected:
+    def complete(self, rollouts: StepRollouts) -> CompleteRollouts:
         """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out more of them."""
         if rollouts.complete is None:
             rounds, step = [self.collector.finish(rollouts)], rollouts.step
@@ -185,7 +185,7 @@ class Trainer:
             rollouts.complete = collected
         return rollouts.complete
 
-    def plan(self, rollouts: Collected) -> StepPlan:
+    def plan(self, rollouts: CompleteRollouts) -> StepPlan:
         """Decide on one rank, from lengths and rewards alone, what is trained on, with which weight, and where."""
         config, metadata = choose_sharing(self.config), rollouts.metadata
         plan_with = partial(
@@ -208,7 +208,7 @@ class Trainer:
         with self.timers("plan"):
             return self.world.from_leader(decide)
 
-    def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+    def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
         """Update the actor as planned, and the engine with it. A plan that keeps nothing leaves their version alone."""
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
         metrics = staleness(rollouts.metadata, self.version, bound=self.config.rollout.ahead)
@@ -241,8 +241,8 @@ class Trainer:
                 self.logger.write(0)
 
     def save(self) -> None:
-        """Write a checkpoint. Rollouts in flight are part of it as far as they are, and go on at once. Begun anew after
-        it, those that are short would be favoured: a batch is rarely unfinished without a long completion."""
+        """Write a checkpoint. Partial rollouts are part of it, and resume at once. Restarting them would favour short
+        completions: a batch is rarely unfinished without a long completion."""
         under_way = [rollouts for rollouts in self.queue if rollouts.under_way]
         broken_off = self.collector.break_off(under_way)
         for rollouts in under_way:

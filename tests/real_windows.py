@@ -39,12 +39,12 @@ from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
+from megatron_dppo.rl.pruning.minibatch import PruningDraw, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Floats, Group, Selection, StepMetadata, StepPlan
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.learner import PolicyLoss
@@ -160,7 +160,7 @@ def train(trainer: Trainer, steps: int) -> None:
         trainer.step += 1
 
 
-def roll_out(trainer: Trainer, step: int) -> Collected:
+def roll_out(trainer: Trainer, step: int) -> CompleteRollouts:
     """The whole window, generated and scored by the policy as it stands."""
     return trainer.roll_out(StepRollouts(WINDOW, step))
 
@@ -169,7 +169,7 @@ def remember(history: PromptHistory, metadata: StepMetadata) -> None:
     history.update(metadata.prompt_ids, metadata.rewards, group_advantages(metadata.rewards, normalise=True))
 
 
-def graded(rollouts: Collected) -> Collected:
+def graded(rollouts: CompleteRollouts) -> CompleteRollouts:
     """The same with DAPO's soft penalty over the whole limit: long answers are worth less than short ones."""
     lengths = rollouts.metadata.response_lengths
     penalty = np.array([soft_overlong_penalty(row, limit=LIMIT, buffer=LIMIT) for row in lengths])
@@ -178,16 +178,16 @@ def graded(rollouts: Collected) -> Collected:
     )
 
 
-def groups_of(rollouts: Collected) -> list[Group]:
+def groups_of(rollouts: CompleteRollouts) -> list[Group]:
     return [rollouts.held[row] for row in range(PROMPTS)]
 
 
-def logprobs(trainer: Trainer, rollouts: Collected) -> list[np.ndarray | None]:
+def logprobs(trainer: Trainer, rollouts: CompleteRollouts) -> list[np.ndarray | None]:
     """Of each completion's tokens, by the policy as it stands."""
     return trainer.policy.actor.log_probabilities([single.pack for single in unit_packs(trainer, rollouts)])
 
 
-def unit_packs(trainer: Trainer, rollouts: Collected) -> list[Microbatch]:
+def unit_packs(trainer: Trainer, rollouts: CompleteRollouts) -> list[Microbatch]:
     """Each completion with an advantage of 1, on-policy."""
     packs = single_packs(groups_of(rollouts), np.ones((PROMPTS, SAMPLES)), trainer.policy.pad_id)
     return [Microbatch(pack) for pack in packs]
@@ -199,7 +199,7 @@ def plain_loss() -> PolicyLoss:
 
 def window(
     trainer: Trainer,
-    rollouts: Collected,
+    rollouts: CompleteRollouts,
     loss: LossConfig,
     history: PromptHistory,
     old: Sequence[np.ndarray | None],
@@ -267,7 +267,7 @@ def joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return None if parts[0] is None else np.concatenate(parts)
 
 
-def offsets(part: StepMetadata, config: Config) -> Iterator[tuple[Pruned, float]]:
+def offsets(part: StepMetadata, config: Config) -> Iterator[tuple[PruningDraw, float]]:
     """Every outcome of a systematic draw of completions, with its probability."""
     objective, keep = objective_for(config.loss), config.pruning.completions.keep
     known = prune_minibatch(part, config, objective, keep=keep, rng=FixedOffset(0.5))
@@ -277,7 +277,9 @@ def offsets(part: StepMetadata, config: Config) -> Iterator[tuple[Pruned, float]
         yield prune_minibatch(part, config, objective, keep=keep, rng=FixedOffset(offset)), length
 
 
-def second_update(trainer: Trainer, rollouts: Collected, old: Sequence[np.ndarray | None]) -> tuple[float, float]:
+def second_update(
+    trainer: Trainer, rollouts: CompleteRollouts, old: Sequence[np.ndarray | None]
+) -> tuple[float, float]:
     """Plain steps along each outcome of a first mask, and there the gradients of all rows of three mixed groups."""
     which = mixed(rollouts.metadata)[:3]
     part = take_groups(rollouts.metadata, which)

@@ -10,8 +10,8 @@ from unittest import mock
 
 from megatron_dppo.config import Config
 from megatron_dppo.rl.types import Completion, StepPlan
-from megatron_dppo.rollout.servers.batch import Batch
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.servers.batch import RequestBatch
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import Trainer, train
 from tests.ledger import LEDGER, Groups
 
@@ -21,23 +21,23 @@ class Recorded(Trainer):
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        request, answered = self.collector.request, Batch.prompt_ended
+        request, answered = self.collector.request, RequestBatch.prompt_ended
 
         def asked(pool: Any, rollouts: StepRollouts, again: int = 0) -> StepRollouts:
             if rollouts.partial is None:  # else what was broken off goes on
                 self.note("asked", step=rollouts.step, prompts=rollouts.selection.prompt_ids.tolist())
             return request(pool, rollouts, again)
 
-        def was_answered(batch: Batch, index: int) -> None:
+        def was_answered(batch: RequestBatch, index: int) -> None:
             if batch.sampling.samples == self.config.rollout.samples_per_prompt:  # else it is no rollout
                 self.note("answered", prompt=batch.prompts[index].id)
             answered(batch, index)
 
         self.collector.request = asked  # type: ignore[method-assign]
-        Batch.prompt_ended = was_answered  # type: ignore[method-assign]
+        RequestBatch.prompt_ended = was_answered  # type: ignore[method-assign]
         self.note("began", step=self.step, in_flight=self._in_flight())
 
-    def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+    def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
         metrics = super().train(plan, rollouts)
         self.note("trained", step=self.step, groups=self._groups(rollouts))
         return metrics
@@ -57,7 +57,7 @@ class Recorded(Trainer):
         """What the next steps have already, by step. Collective."""
         return {str(each.step): self._groups(each.complete) for each in self.queue if each.complete is not None}
 
-    def _groups(self, rollouts: Collected) -> Groups:
+    def _groups(self, rollouts: CompleteRollouts) -> Groups:
         """What all ranks hold of a step. Collective."""
         mine = {str(g.prompt.id): [_described(c) for c in g.completions] for g in rollouts.held.values()}
         return dict(chain.from_iterable(part.items() for part in self.world.gather(mine)))
@@ -76,6 +76,6 @@ def job(config: Config) -> None:
     """What each rank of such a run does."""
     with (
         mock.patch("megatron_dppo.train.Trainer", Recorded),
-        mock.patch.object(Batch, "prompt_ended", Batch.prompt_ended),
+        mock.patch.object(RequestBatch, "prompt_ended", RequestBatch.prompt_ended),
     ):
         train(config)

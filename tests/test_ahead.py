@@ -24,7 +24,7 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.rl.types import StepPlan
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import Trainer, train
 from tests.ranks import RankPool
 from tests.runs import SAVED, Rows, begin_run, configure, rows, write_run
@@ -64,7 +64,7 @@ class Mortal(Trainer):
 
     dies_at = 4
 
-    def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+    def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
         if self.step == self.dies_at:
             raise KeyboardInterrupt
         return super().train(plan, rollouts)
@@ -205,7 +205,7 @@ def lived(rank: int, size: int, config: Config, dies_at: int) -> Life:
             life.selected.append(step)
             return super().select(step)
 
-        def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+        def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
             metrics = super().train(plan, rollouts)
             life.trained[self.step] = rollouts.metadata.prompt_ids.tolist()
             return metrics
@@ -257,12 +257,12 @@ def words_of(rank: int, size: int, config: Config) -> list[str]:
             said.append(f"select {step}")
             return super().select(step)
 
-        def plan(self, rollouts: Collected) -> StepPlan:
+        def plan(self, rollouts: CompleteRollouts) -> StepPlan:
             plan = super().plan(rollouts)
             said.append(f"plan {self.step}")
             return plan
 
-        def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+        def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
             said.append(f"train {self.step}")
             return super().train(plan, rollouts)
 

@@ -12,8 +12,8 @@ from megatron_dppo.config import Config, EvalConfig, replace
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluate import Evaluation, Shown, evaluate, read_answers, record_answers
-from megatron_dppo.evaluation.evaluator import Evaluator, Problem
+from megatron_dppo.evaluation.evaluate import HeldOutScores, ShownAnswer, evaluate, read_answers, record_answers
+from megatron_dppo.evaluation.evaluator import EvalProblem, Evaluator
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
@@ -40,8 +40,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def problems_of(files: Mapping[str, Sequence[Prompt]]) -> list[Problem]:
-    return [Problem(name, i, prompt, FAILING) for name, prompts in files.items() for i, prompt in enumerate(prompts)]
+def problems_of(files: Mapping[str, Sequence[Prompt]]) -> list[EvalProblem]:
+    return [
+        EvalProblem(name, i, prompt, FAILING) for name, prompts in files.items() for i, prompt in enumerate(prompts)
+    ]
 
 
 def evaluator_of(
@@ -66,7 +68,7 @@ def evaluated(
     samples: int = 1,
     max_failures: float = 1.0,
     workers: RewardWorkers | None = None,
-) -> tuple[Evaluation, ScriptedEngine]:
+) -> tuple[HeldOutScores, ScriptedEngine]:
     """The evaluation of prompts that are answered so, in their order, and the engine that answered them."""
     config = replace(collect_config(max_failures=max_failures), eval=EvalConfig(samples=samples, show=show))
     evaluator, engine = evaluator_of(tokenizer, answers, world_of(1, 0), config, workers)
@@ -121,16 +123,16 @@ def test_every_prompt_is_answered_once_and_greedily(tokenizer: Tokenizer) -> Non
 def test_shown_are_the_first_answers_with_their_verdicts(tokenizer: Tokenizer) -> None:
     result, _ = evaluated(tokenizer, ["score 1", "raise it", "score 0", "score 1"], show=3)
     assert result.shown == (
-        Shown("prompt 0", "score 1", "1", True),
-        Shown("prompt 1", "raise it", "1", False),
-        Shown("prompt 2", "score 0", "1", False),
+        ShownAnswer("prompt 0", "score 1", "1", True),
+        ShownAnswer("prompt 1", "raise it", "1", False),
+        ShownAnswer("prompt 2", "score 0", "1", False),
     )
 
 
 def test_ranks_share_the_prompts_and_agree(tokenizer: Tokenizer) -> None:
     answers = ["score 1", "score 0", "raise odd", "raise even", "score 1"]
 
-    def on_a_rank(world: World) -> tuple[Evaluation, list[int]]:
+    def on_a_rank(world: World) -> tuple[HeldOutScores, list[int]]:
         evaluator, engine = evaluator_of(tokenizer, answers, world, collect_config())
         result = evaluate(evaluator, problems_of({"": pool_of(5)}), EvalConfig(show=3))
         return result, [prompt for prompts, _ in engine.asked for prompt in prompts]
@@ -149,7 +151,7 @@ def test_failures_may_all_be_one_ranks(tokenizer: Tokenizer) -> None:
     """A quarter of eight may fail; both that do are among the four of rank 0, which scores the rest all the same."""
     answers = ["raise it" if i in (0, 2) else "score 1" for i in range(8)]
 
-    def on_a_rank(world: World) -> Evaluation:
+    def on_a_rank(world: World) -> HeldOutScores:
         evaluator, _ = evaluator_of(tokenizer, answers, world, collect_config(max_failures=0.25))
         return evaluate(evaluator, problems_of({"": pool_of(8)}), EvalConfig())
 
@@ -173,7 +175,7 @@ def test_files_have_accuracies_of_their_own_and_count_alike_in_the_mean(tokenize
     prompts = pool_of(5)
     files = {"aime24": prompts[:3], "lost": prompts[3:4], "amc23": prompts[4:]}
 
-    def on_a_rank(world: World) -> Evaluation:
+    def on_a_rank(world: World) -> HeldOutScores:
         evaluator, _ = evaluator_of(tokenizer, answers, world, collect_config())
         return evaluate(evaluator, problems_of(files), EvalConfig())
 
@@ -252,8 +254,8 @@ def test_held_out_problems_in_the_training_data_are_printed_once_by_rank_0(
     assert printed(held_out, 1) == "" == printed(other, 0)
 
 
-def answered(text: str) -> Evaluation:
-    return Evaluation({}, (Shown("1+1=", text, "2", text == "2"),), ())
+def answered(text: str) -> HeldOutScores:
+    return HeldOutScores({}, (ShownAnswer("1+1=", text, "2", text == "2"),), ())
 
 
 def test_recorded_answers_replace_those_of_the_same_or_a_later_step(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import Trainer, train
 from megatron_dppo.trainer.preflight import preflight
 from tests.ranks import RankPool
@@ -50,7 +50,7 @@ class Writing(Trainer):
 
     file = ""
 
-    def complete(self, rollouts: StepRollouts) -> Collected:
+    def complete(self, rollouts: StepRollouts) -> CompleteRollouts:
         rollouts = super().complete(rollouts)
         with Path(self.file).open("a") as lines:
             for group in sorted(rollouts.held.values(), key=lambda g: g.prompt.id):

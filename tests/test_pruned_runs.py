@@ -18,7 +18,7 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.rl.types import StepPlan
-from megatron_dppo.rollout.step_rollouts import Collected
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts
 from megatron_dppo.train import Trainer, train
 from tests.ranks import RankPool
 from tests.runs import REWARD, begin_run, configure, rows, write_run
@@ -43,7 +43,7 @@ def live(rank: int, size: int, config: Config) -> None:
 class Mortal(Trainer):
     """Dies one step after its only checkpoint."""
 
-    def train(self, plan: StepPlan, rollouts: Collected) -> dict[str, float]:
+    def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
         if self.step == 4:
             raise KeyboardInterrupt
         return super().train(plan, rollouts)

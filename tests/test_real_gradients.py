@@ -25,7 +25,7 @@ from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.objectives import normaliser, objective_for
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
-from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
+from megatron_dppo.rl.pruning.minibatch import PruningDraw, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, select
 from megatron_dppo.rl.pruning.sampling import draw_bernoulli
 from megatron_dppo.rl.types import Floats, Selection, StepMetadata
@@ -88,11 +88,11 @@ def choose(window: Measured, config: Config, rng: object) -> Selection:
     )
 
 
-def prune(part: StepMetadata, config: Config, rng: object) -> Pruned:
+def prune(part: StepMetadata, config: Config, rng: object) -> PruningDraw:
     return prune_minibatch(part, config, objective_for(config.loss), keep=config.pruning.completions.keep, rng=rng)
 
 
-def scales(part: StepMetadata, pruned: Pruned) -> Floats:
+def scales(part: StepMetadata, pruned: PruningDraw) -> Floats:
     """[n], what each completion of the whole window is multiplied by; 0 for what was pruned at either level."""
     result = np.zeros((PROMPTS, SAMPLES))
     result[part.prompt_ids] = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
@@ -126,7 +126,7 @@ class Way:
     completions: str
     reselect: Callable[[Measured, Selection], Selection] = lambda window, selection: selection
     """What becomes of the selection between its draw and the rollouts."""
-    rescale: Callable[[StepMetadata, Pruned, Floats], Floats] = lambda part, pruned, scale: scale
+    rescale: Callable[[StepMetadata, PruningDraw, Floats], Floats] = lambda part, pruned, scale: scale
     """What becomes of the scales of what was kept, [n]."""
     draw: Literal["systematic", "bernoulli"] | None = "systematic"
     """None: the rules' own."""
@@ -292,16 +292,16 @@ def test_no_other_rule_calls_itself_biased():
     assert {*PROMPT_RULES, *COMPLETION_RULES} - biased == {"none", "threshold", "neyman"}
 
 
-def divided_by_kept_tokens(part: StepMetadata, pruned: Pruned, scale: Floats) -> Floats:
+def divided_by_kept_tokens(part: StepMetadata, pruned: PruningDraw, scale: Floats) -> Floats:
     return scale * pruned.normaliser / part.response_lengths[pruned.kept].sum()
 
 
-def divided_by_what_was_rolled_out(part: StepMetadata, pruned: Pruned, scale: Floats) -> Floats:
+def divided_by_what_was_rolled_out(part: StepMetadata, pruned: PruningDraw, scale: Floats) -> Floats:
     """token_mean's Z without 1/π_prompt."""
     return scale * pruned.normaliser / part.response_lengths.sum()
 
 
-def cut_off(part: StepMetadata, pruned: Pruned, scale: Floats) -> Floats:
+def cut_off(part: StepMetadata, pruned: PruningDraw, scale: Floats) -> Floats:
     """No weight above 2."""
     weight = np.zeros((PROMPTS, SAMPLES))
     weight[part.prompt_ids] = pruned.weight

@@ -11,7 +11,7 @@ import torch
 
 from megatron_dppo.compress.calibration import Batch, count_sequences
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Passes, Sums
+from megatron_dppo.compress.passes import Accumulator, Sums
 
 Part = Literal["block", "attention"]
 
@@ -110,10 +110,10 @@ def response_logits(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tenso
     return logits if logits.dtype == torch.float64 else logits.float(), batch.tokens[:, 1:][batch.response[:, 1:]]
 
 
-def mean_loss(model: Any, batches: Sequence[Batch], passes: Passes | None = None) -> float:
+def mean_loss(model: Any, batches: Sequence[Batch], passes: Accumulator | None = None) -> float:
     """Mean negative log-likelihood of the response tokens of all batches, in nats."""
     sums: Sums = {"loss": torch.zeros((), dtype=torch.float64)}
-    for batch in (passes or Passes()).over(batches, sums, sequences=count_sequences(batches)):
+    for batch in (passes or Accumulator()).over(batches, sums, sequences=count_sequences(batches)):
         sums["loss"] += _loss(*response_logits(model, batch))
     return float(sums["loss"]) / _response_tokens(batches)
 
@@ -132,13 +132,13 @@ def mean_costs(
     batches: Sequence[Batch],
     measure: Literal["loss", "logits"],
     absent: Sequence[Collection[int]],
-    passes: Passes | None = None,
+    passes: Accumulator | None = None,
 ) -> list[float]:
     """Cost of the policy without each set of blocks: the mean loss of response tokens, in nats, or the mean over their
     places of ‖logits − logits of the whole policy‖₂."""
     sums: Sums = {"costs": torch.zeros(len(absent), dtype=torch.float64)}
     times = len(absent) + (measure == "logits" and () not in absent)  # that a sequence is read
-    for batch in (passes or Passes()).over(batches, sums, sequences=times * count_sequences(batches)):
+    for batch in (passes or Accumulator()).over(batches, sums, sequences=times * count_sequences(batches)):
         whole = response_logits(model, batch)[0] if measure == "logits" else None
         for number, blocks in enumerate(absent):
             if whole is not None and not blocks:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.compress.calibration import Batch, count_sequences
-from megatron_dppo.compress.passes import Passes, Sums
+from megatron_dppo.compress.passes import Accumulator, Sums
 from megatron_dppo.models.shape import PolicyShape
 
 
@@ -50,7 +50,7 @@ class Activity:
 
 @torch.no_grad()
 def measure_activity(
-    model: Any, shape: PolicyShape, batches: Sequence[Batch], passes: Passes | None = None
+    model: Any, shape: PolicyShape, batches: Sequence[Batch], passes: Accumulator | None = None
 ) -> Activity:
     """Run a policy over batches.
 
@@ -69,7 +69,7 @@ def measure_activity(
             else:
                 hooks.callback(layer.mlp.down_proj.register_forward_pre_hook(sums.feed_forward(number)).remove)
         hooks.callback(model.model.norm.register_forward_pre_hook(sums.residual, with_kwargs=True).remove)
-        for batch in (passes or Passes()).over(batches, sums.kept(), sequences=sequences):
+        for batch in (passes or Accumulator()).over(batches, sums.kept(), sequences=sequences):
             sums.begin(batch.valid)
             model.model(batch.tokens, use_cache=False)
             sums.end()

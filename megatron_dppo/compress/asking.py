@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dppo.compress.passes import Passes, Sums
+from megatron_dppo.compress.passes import Accumulator, Sums
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluator import Evaluator, Problem, open_verifiers
+from megatron_dppo.evaluation.evaluator import EvalProblem, Evaluator, open_verifiers
 from megatron_dppo.models.actor import Policy
 from megatron_dppo.rollout.scoring import Failures
 from megatron_dppo.trainer.assemble import PolicyParts, load_training_pool
@@ -28,14 +28,14 @@ WRITE = (".linear_proj.weight", ".linear_fc2.weight")
 """Ends of the names of weights that write to the residual stream; of an expert's, its number follows."""
 
 
-def prompts_to_ask(parts: PolicyParts[Policy], count: int, seed: int) -> list[Problem]:
+def prompts_to_ask(parts: PolicyParts[Policy], count: int, seed: int) -> list[EvalProblem]:
     """``count`` prompts of the training pool, or all if it has fewer. Held-out problems stay for what comes after."""
     pool, verifier = load_training_pool(parts), parts.config.reward.function
     chosen = np.random.default_rng(seed).permutation(len(pool))[:count].tolist()
-    return [Problem("", place, pool[place], verifier) for place in sorted(chosen)]
+    return [EvalProblem("", place, pool[place], verifier) for place in sorted(chosen)]
 
 
-def digest_of_task(problems: Sequence[Problem], function: str) -> str:
+def digest_of_task(problems: Sequence[EvalProblem], function: str) -> str:
     """Digest of prompts with their labels, and of the file of the reward function, if it names one."""
     asked = [(problem.prompt.token_ids.tolist(), problem.prompt.label_text) for problem in problems]
     seen = hashlib.sha256(repr(asked).encode())
@@ -54,7 +54,7 @@ class Asking:
     """
 
     def __init__(
-        self, config: Config, parts: PolicyParts[Policy], problems: Sequence[Problem], to_close: ExitStack
+        self, config: Config, parts: PolicyParts[Policy], problems: Sequence[EvalProblem], to_close: ExitStack
     ) -> None:
         self._samples, size = config.eval.samples, config.eval.batch
         self._batches = [problems[at : at + size] for at in range(0, len(problems), size)]
@@ -63,7 +63,7 @@ class Asking:
         self._engine = to_close.enter_context(closing(parts.engine()))
         self._evaluator = Evaluator(config, parts.world, parts.collectors(self._engine, workers))
 
-    def reward(self, absent: Collection[int], passes: Passes) -> float:
+    def reward(self, absent: Collection[int], passes: Accumulator) -> float:
         """Mean reward of the answers of the policy without these layers, over those that could be scored. Every policy
         draws by the same seeds.
 

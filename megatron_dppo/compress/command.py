@@ -19,10 +19,10 @@ from megatron_dppo.compress.absence import as_cut
 from megatron_dppo.compress.calibration import BATCH_TOKENS, Batch, batches
 from megatron_dppo.compress.choose import BY_REWARD, SCORES
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Passes, forget
+from megatron_dppo.compress.passes import Accumulator, forget
 from megatron_dppo.compress.reader import Reader, Whole
 from megatron_dppo.compress.refit import Refit
-from megatron_dppo.compress.work import Work
+from megatron_dppo.compress.work import CompressionJob
 from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
@@ -59,7 +59,7 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         if chosen.config and LAUNCHER not in os.environ:  # before any rank starts
             preflight(config, "compress")
         return run_again(words, config, partial(compress_in_shards, chosen))
-    work = Work.of(chosen)
+    work = CompressionJob.of(chosen)
     work.check_out()
     scored, others = work.calibration()
     if chosen.dry_run:
@@ -71,7 +71,7 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     def read(answers: Sequence[WorkedAnswer]) -> list[Batch]:
         return list(batches(answers, max_tokens=chosen.max_tokens, device=device()))
 
-    def reader(answers: Sequence[WorkedAnswer], passes: Passes) -> Reader:
+    def reader(answers: Sequence[WorkedAnswer], passes: Accumulator) -> Reader:
         return Whole(model, work.shape, read(answers), passes)
 
     depends_on = work.depends_on(scored, others, model.dtype if asked else None)

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from megatron_dppo.compress.asking import Asking, digest_of_task, prompts_to_ask
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.live import Live
-from megatron_dppo.compress.passes import Passes, forget
+from megatron_dppo.compress.passes import Accumulator, forget
 from megatron_dppo.compress.reader import Reader
-from megatron_dppo.compress.work import Work
+from megatron_dppo.compress.work import CompressionJob
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
@@ -27,7 +27,7 @@ def compress_in_shards(chosen: argparse.Namespace, config: Config) -> None:
         UserError: on every rank.
     """
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    work = world.together(lambda: Work.of(chosen))
+    work = world.together(lambda: CompressionJob.of(chosen))
     world.from_leader(work.check_out)
     scored, others = world.together(work.calibration)
     if not scored and not chosen.config:
@@ -45,20 +45,20 @@ def compress_in_shards(chosen: argparse.Namespace, config: Config) -> None:
 
 
 def _score_in_shards(
-    work: Work,
+    work: CompressionJob,
     config: Config,
     world: World,
     scored: Sequence[WorkedAnswer],
     others: Sequence[WorkedAnswer],
     to_close: ExitStack,
 ) -> tuple[Cut, dict[str, float]]:
-    """As :meth:`Work.score`. Collective."""
+    """As :meth:`CompressionJob.score`. Collective."""
     chosen = work.chosen
     parts = assemble_frozen(config, world, temperature=1.0)
     problems = prompts_to_ask(parts, chosen.sequences, chosen.seed) if chosen.config else []
     asking = Asking(config, parts, problems, to_close) if problems else None
 
-    def reader(answers: Sequence[WorkedAnswer], passes: Passes) -> Reader:
+    def reader(answers: Sequence[WorkedAnswer], passes: Accumulator) -> Reader:
         return Live(parts, answers, chosen.max_tokens, passes, asking)
 
     depends_on = world.from_leader(lambda: work.depends_on(scored, others, config.model.dtype, world.layout))

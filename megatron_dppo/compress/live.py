@@ -22,7 +22,7 @@ from megatron_dppo.compress.absence import narrowed
 from megatron_dppo.compress.activity import Activity
 from megatron_dppo.compress.asking import Asking
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Passes, Sums
+from megatron_dppo.compress.passes import Accumulator, Sums
 from megatron_dppo.compress.reader import Measure, stacked
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
@@ -69,7 +69,7 @@ class Live:
         parts: PolicyParts[Policy],
         answers: Sequence[WorkedAnswer],
         max_tokens: int,
-        passes: Passes | None = None,
+        passes: Accumulator | None = None,
         asking: Asking | None = None,
     ) -> None:
         self.shape: PolicyShape = parts.shape
@@ -79,7 +79,7 @@ class Live:
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
         stages = parts.world.layout.pp
         count = max(1, len(made) // (STRETCH * stages if stages > 1 else 1))
-        self._passes, self._stretches = passes or Passes(), list[_Stretch]()
+        self._passes, self._stretches = passes or Accumulator(), list[_Stretch]()
         for places in np.array_split(np.arange(len(made)), count):
             of = [made[place] for place in places]
             tokens = [self._tokens_of(pack, [lengths[row] for row in rows]) for rows, pack in of]

@@ -53,7 +53,7 @@ class Alone:
         return [value]
 
 
-class Passes:
+class Accumulator:
     """The passes of one command. Without a folder nothing is kept."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Passes:
 
 
 @contextmanager
-def scoring(out: Path, asked: Mapping[str, Any], sequences: int, ranks: Ranks | None = None) -> Iterator[Passes]:
+def scoring(out: Path, asked: Mapping[str, Any], sequences: int, ranks: Ranks | None = None) -> Iterator[Accumulator]:
     """Passes whose progress is shown. Collective.
 
     Args:
@@ -171,7 +171,7 @@ def scoring(out: Path, asked: Mapping[str, Any], sequences: int, ranks: Ranks | 
         sequences: that all passes together read, each as often as it is read.
         ranks: which read together.
     """
-    passes = Passes(folder_beside(out), asked, ranks)
+    passes = Accumulator(folder_beside(out), asked, ranks)
     shown = sequences > 0 and (ranks is None or ranks.rank == 0)
     with progress("sequences", sequences, done=passes.read, shown=shown) as advance:
         passes.advance = advance

@@ -13,7 +13,7 @@ from megatron_dppo.compress.absence import Part, as_cut, mean_costs, mean_loss, 
 from megatron_dppo.compress.activity import Activity, measure_activity
 from megatron_dppo.compress.calibration import Batch
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Passes
+from megatron_dppo.compress.passes import Accumulator
 from megatron_dppo.models.shape import PolicyShape
 
 Measure = Literal["loss", "logits", "reward"]
@@ -56,7 +56,7 @@ class Whole:
     model: Any
     shape: PolicyShape
     batches: Sequence[Batch]
-    passes: Passes = field(default_factory=Passes)
+    passes: Accumulator = field(default_factory=Accumulator)
 
     def activity(self) -> Activity:
         return measure_activity(self.model, self.shape, self.batches, self.passes)

@@ -23,7 +23,7 @@ from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import BY_REWARD, NO_CALIBRATION, SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Passes, Ranks, scoring
+from megatron_dppo.compress.passes import Accumulator, Ranks, scoring
 from megatron_dppo.compress.reader import Reader
 from megatron_dppo.compress.refit import Refit
 from megatron_dppo.compress.surgery import write_cut
@@ -37,7 +37,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CompressionJob:
     """Job of a command, as it is known before weights are read."""
 
     chosen: argparse.Namespace
@@ -47,7 +47,7 @@ class Work:
     plan: FilePlan
 
     @classmethod
-    def of(cls, chosen: argparse.Namespace) -> Work:
+    def of(cls, chosen: argparse.Namespace) -> CompressionJob:
         """
         Raises:
             UserError: for what cannot be done to this policy.
@@ -120,7 +120,7 @@ class Work:
 
     def score(
         self,
-        reader: Callable[[Sequence[WorkedAnswer], Passes], Reader],
+        reader: Callable[[Sequence[WorkedAnswer], Accumulator], Reader],
         scored: Sequence[WorkedAnswer],
         others: Sequence[WorkedAnswer],
         depends_on: Mapping[str, Any],

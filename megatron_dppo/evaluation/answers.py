@@ -85,7 +85,7 @@ class AnswerLog:
                 self._lock = on_failure.enter_context(closing(FolderLock(folder, "eval.out")))
                 _check_settings(folder, settings)
                 self.whole = self._keep_whole(batches, samples)
-                """Of each batch whether it is there."""
+                """Whether each batch is there."""
                 self._file = self._path.open("ab")
             except OSError as error:
                 problem = f"cannot be written to ({error})"

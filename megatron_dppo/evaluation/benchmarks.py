@@ -1,5 +1,5 @@
-"""What a run is evaluated on: named benchmarks, files of the user, generators. Says where their problems lie, which
-columns hold them, and how they are asked and judged.
+"""Sources of held-out problems: named benchmarks, files of the user, generators. Each has its problems' place and
+columns, the form in which they are asked, and their verifier.
 
 Imports no torch, so that an absent file is known before a rank starts.
 """
@@ -36,7 +36,7 @@ class Benchmark:
     """A published set of problems."""
 
     says: str
-    """What it is."""
+    """Description."""
     problems: int
     """How many it has. A file with another number of problems is refused: its scores are not comparable."""
     files: tuple[str, ...]
@@ -50,7 +50,7 @@ class Benchmark:
     prompt: tuple[str, ...] = ("problem", "question")
     """Columns that may hold the problem: the first one that a row has."""
     template: str = STEP_BY_STEP
-    """What the policy is asked, around ``{problem}``."""
+    """Prompt of the policy, around ``{problem}``."""
     verifier: str = "math"
     """The reward function that judges its answers, whichever one trains the policy."""
 
@@ -77,7 +77,7 @@ BENCHMARKS = {
     "amc23": Benchmark("AMC 12 of 2023, A and B, without the choices", 40, ("amc23", "amc23/test"), QWEN),
 }  # fmt: skip
 KNOWN = (*BENCHMARKS, *GENERATORS)
-"""What ``eval.benchmarks`` may name without a file."""
+"""Names that ``eval.benchmarks`` accepts without a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class HeldOut:
 
 
 def sources(config: Config) -> list[HeldOut]:
-    """What a run holds out: ``data.eval``, or the generator's problems where it says nothing; then ``eval.benchmarks``.
+    """Held-out sources of a run: ``data.eval``, or by default the generator's problems; then ``eval.benchmarks``.
 
     Raises:
         UserError: for a name that is none, is another metric's or stands twice, and a benchmark whose file is absent.
@@ -191,7 +191,7 @@ def _usual_column(row: Row, wanted: str, setting: str) -> str:
 
 
 def rows_of(source: HeldOut, data: DataConfig) -> tuple[list[Row], DataConfig]:
-    """What ``eval.benchmarks`` names, and the settings under which it is read.
+    """Rows that ``eval.benchmarks`` names, and the settings to read them with.
 
     Args:
         source: whose setting is ``eval.benchmarks``.

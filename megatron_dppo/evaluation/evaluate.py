@@ -12,14 +12,14 @@ import numpy as np
 
 from megatron_dppo.config import EvalConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluator import Answer, Evaluator, Problem, by_name
+from megatron_dppo.evaluation.evaluator import Answer, EvalProblem, Evaluator, by_name
 from megatron_dppo.evaluation.scores import mean, pass_at, per_problem_mean, powers_up_to
 from megatron_dppo.process.files import replace_text
 from megatron_dppo.rl.types import Floats
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownAnswer:
     """One answer for people to read."""
 
     prompt: str
@@ -29,19 +29,19 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class HeldOutScores:
     """The scores of the answers to the held-out problems."""
 
     metrics: dict[str, float]
     """``eval/…``; of several files each one's accuracy under its name, and ``eval/accuracy`` is their mean."""
-    shown: tuple[Shown, ...]
+    shown: tuple[ShownAnswer, ...]
     notes: tuple[str, ...]
     """Notes for the log on how scoring failed."""
     problems: Mapping[str, int] = field(default_factory=dict)
     """How many were asked, by name. The interval of an accuracy depends on it."""
 
 
-def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConfig) -> Evaluation:
+def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: EvalConfig) -> HeldOutScores:
     """Answer every problem. Collective. Rates are over the answers that could be scored.
 
     Args:
@@ -74,11 +74,11 @@ def evaluate(evaluator: Evaluator, problems: Sequence[Problem], config: EvalConf
         metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     shown = [
-        Shown(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
+        ShownAnswer(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
         for problem, group in zip(problems[: config.show], found.answers, strict=False)
     ]
     counts = {name: len(of) for name, of in indices.items()}
-    return Evaluation(metrics, tuple(shown), found.failures.tracebacks, counts)
+    return HeldOutScores(metrics, tuple(shown), found.failures.tracebacks, counts)
 
 
 def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> dict[str, float]:
@@ -98,7 +98,7 @@ def _is_right(answer: Answer) -> float:
     return float("nan") if answer.score is None else float(answer.score.correct)
 
 
-def record_answers(run_dir: Path, step: int, evaluation: Evaluation) -> None:
+def record_answers(run_dir: Path, step: int, evaluation: HeldOutScores) -> None:
     """Append the shown answers to ``answers.jsonl``, in place of earlier ones of the same or a later step."""
     file = run_dir / "answers.jsonl"
     rows = [row for row in read_answers(run_dir) if row["step"] < step]
@@ -120,7 +120,7 @@ def read_answers(run_dir: Path) -> list[dict]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
-            shown = [Shown(**answer) for answer in row["answers"]]
+            shown = [ShownAnswer(**answer) for answer in row["answers"]]
             if not all(isinstance(text, str) for of in shown for text in (of.prompt, of.answer, of.label)):
                 raise TypeError("an answer is no text")
             rows.append({**row, "step": int(row["step"])})

@@ -31,7 +31,7 @@ from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.environment import check_turns
-from megatron_dppo.rollout.scoring import Answers, Failures, check_failures, together
+from megatron_dppo.rollout.scoring import Failures, ScoredCompletions, check_failures, together
 
 MATH = "math"
 """The verifier that can also tell whether two answers without their texts are the same."""
@@ -43,7 +43,7 @@ Same = Callable[[Sequence[Pair]], Sequence[bool]]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class EvalProblem:
     """One held-out problem."""
 
     name: str
@@ -70,7 +70,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class EvalAnswers:
     """Answers to P problems, k to each, in the problems' order."""
 
     answers: Sequence[Sequence[Answer]]
@@ -80,7 +80,7 @@ class Answered:
     failures: Failures
 
 
-def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[Problem]:
+def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[EvalProblem]:
     """All problems that a run holds out, source by source, at most ``eval.problems`` of each.
 
     Args:
@@ -96,7 +96,7 @@ def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> lis
     return [problem for source in sources(config) for problem in _load(source, config, tokenizer, max_positions)]
 
 
-def by_name(problems: Sequence[Problem]) -> dict[str, list[int]]:
+def by_name(problems: Sequence[EvalProblem]) -> dict[str, list[int]]:
     """The indices of each source's problems, by the source's name."""
     found: dict[str, list[int]] = {}
     for index, problem in enumerate(problems):
@@ -104,7 +104,7 @@ def by_name(problems: Sequence[Problem]) -> dict[str, list[int]]:
     return found
 
 
-def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> list[Problem]:
+def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> list[EvalProblem]:
     verifier = source.benchmark.verifier if source.benchmark else config.reward.function
     named = source.setting == SETTING
     if source.file in GENERATORS:
@@ -119,7 +119,7 @@ def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: 
     check_labels(verifier, [(prompt.place, prompt.label) for prompt in prompts])
     # The engine's seed depends on the id: problems of the same number in two benchmarks get different ones.
     first = zlib.crc32(source.name.encode()) * MOST if named else 0
-    return [Problem(source.name, i, dataclasses.replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
+    return [EvalProblem(source.name, i, dataclasses.replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
 
 
 def _named(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> Sequence[Prompt]:
@@ -146,7 +146,7 @@ class Evaluator:
         self._config, self._world, self._collectors = config, world, collectors
         self._seed = engine_seed(config.run.seed, 0, Purpose.EVALUATION)
 
-    def answer(self, problems: Sequence[Problem], *, keep: int, of_all: int) -> Answered:
+    def answer(self, problems: Sequence[EvalProblem], *, keep: int, of_all: int) -> EvalAnswers:
         """Answer every problem ``eval.samples`` times. Collective; every rank gets the same.
 
         Where the engine can be seeded, an answer depends on the policy, ``run.seed``, the problem and the sample's
@@ -170,7 +170,7 @@ class Evaluator:
             )
             for verifier, collector in self._collectors.items()
         }
-        shares: list[tuple[list[int], Answered]] = []
+        shares: list[tuple[list[int], EvalAnswers]] = []
         for verifier, collector in self._collectors.items():
             answers = collector.answers(asked[verifier], of_all=of_all)
             share = self._share(indices[verifier], answers, verifier, keep)
@@ -180,7 +180,7 @@ class Evaluator:
             for theirs, share in shares
             for index, group, majority in zip(theirs, share.answers, share.votes, strict=True)
         }
-        return Answered(
+        return EvalAnswers(
             answers=[given[index][0] for index in range(len(problems))],
             votes=np.array([given[index][1] for index in range(len(problems))], np.float64),
             failures=together([share.failures for _, share in shares]),
@@ -193,8 +193,8 @@ class Evaluator:
         """
         check_failures(self._config.reward, found, of_all)
 
-    def _share(self, indices: Sequence[int], answers: Answers, verifier: str, keep: int) -> Answered:
-        """What this rank tells the others of its problems."""
+    def _share(self, indices: Sequence[int], answers: ScoredCompletions, verifier: str, keep: int) -> EvalAnswers:
+        """Answers of this rank's problems, for all ranks."""
         tags = self._config.reward.thinking_tags
         groups = [
             [_answer(*each, prompt.text, tags) for each in zip(completions, texts, scores, strict=True)]
@@ -207,7 +207,7 @@ class Evaluator:
             for index, group in zip(indices, groups, strict=True)
         ]
         majority = self._vote(groups, verifier)
-        return Answered(told, majority, answers.failures)
+        return EvalAnswers(told, majority, answers.failures)
 
     def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
         def same(pairs: Sequence[Pair]) -> list[bool]:
@@ -271,7 +271,11 @@ def temperature_of(config: Config) -> float:
 
 
 def open_verifiers(
-    config: Config, world: World, problems: Sequence[Problem], to_close: ExitStack, known: Mapping[str, RewardWorkers]
+    config: Config,
+    world: World,
+    problems: Sequence[EvalProblem],
+    to_close: ExitStack,
+    known: Mapping[str, RewardWorkers],
 ) -> dict[str, RewardWorkers]:
     """Workers of every verifier that the problems want, started where they are not ``known`` already. Collective."""
     workers = {

@@ -169,7 +169,7 @@ def table(benchmarks: Mapping[str, Mapping[str, Any]], samples: int) -> list[str
 
 
 def compare(rows: Sequence[AnswerRow], others: Sequence[AnswerRow], *, against: str) -> list[str]:
-    """What separates two evaluations on the problems that they share, paired problem by problem, as lines of text.
+    """Differences between two evaluations on shared problems, paired problem by problem, as lines of text.
 
     Args:
         rows, others: of ``answers.jsonl``.

@@ -28,7 +28,7 @@ GRACE_S = 30.0
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-class _EndedError(Exception):
+class _SignalError(Exception):
     """This process was sent a signal that ends it."""
 
     def __init__(self, number: int) -> None:
@@ -80,7 +80,7 @@ def run_ranks(
                     )
                 )
             return _watch(processes, failure, meanwhile)
-        except _EndedError as ended:
+        except _SignalError as ended:
             return 128 + ended.number
         finally:
             ignore_them()  # ranks are being ended already
@@ -157,7 +157,7 @@ def _ending_signals() -> Iterator[Callable[[], None]]:
 
     def raise_once(number: int, frame: FrameType | None) -> None:
         ignore_them()
-        raise _EndedError(number)
+        raise _SignalError(number)
 
     ours = ENDING if threading.current_thread() is threading.main_thread() else ()
     heard = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]

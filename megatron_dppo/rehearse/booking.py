@@ -20,7 +20,7 @@ COMPREHENSION = re.compile(r"\.<locals>\.<(list|set|dict)comp>")
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelLaunch:
     """One kernel launch."""
 
     name: str
@@ -49,7 +49,7 @@ class Allocation:
 class Book:
     """Counts since the last call of :meth:`clear`; allocations since the start."""
 
-    kernels: list[Kernel] = field(default_factory=list)
+    kernels: list[KernelLaunch] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
     """Host waits for the device by reason and place."""
     collectives: Counter[str] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ class Book:
     ) -> None:  # fmt: skip
         """Book a kernel."""
         if not self.muted:
-            self.kernels.append(Kernel(name, flops, size, dtype, output, place(), product))
+            self.kernels.append(KernelLaunch(name, flops, size, dtype, output, place(), product))
 
     def wait(self, reason: str) -> None:
         """Book a host wait."""

@@ -12,7 +12,7 @@ from megatron_dppo.estimate.memory import Memory, rank_memory
 from megatron_dppo.estimate.roofline import COLLECTIVES, EXCHANGE, INSIDE, PIPELINE, REPLICAS
 from megatron_dppo.estimate.time import head_flops, layer_flops
 from megatron_dppo.estimate.workload import Setup
-from megatron_dppo.rehearse.roofline import Cost, costs
+from megatron_dppo.rehearse.roofline import KernelCost, costs
 from megatron_dppo.rehearse.step import Rehearsed
 
 LISTED = 8
@@ -22,7 +22,7 @@ LISTED = 8
 def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
     """Bytes, FLOPs, seconds and counts of an update. What passes over a few packs show is carried on to all packs."""
     few, many, scored = (costs(each.kernels, setup) for each in (played.few, played.many, played.scored))
-    update = {kind: few.get(kind, Cost()).towards(cost, played.beyond) for kind, cost in many.items()}
+    update = {kind: few.get(kind, KernelCost()).towards(cost, played.beyond) for kind, cost in many.items()}
     update = dict(sorted(update.items(), key=lambda each: -each[1].seconds))
     seconds = {kind: cost.seconds for kind, cost in update.items()}
     wires = sum(seconds[kind] for kind in seconds if kind in COLLECTIVES)

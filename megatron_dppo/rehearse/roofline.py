@@ -21,14 +21,14 @@ from megatron_dppo.estimate.roofline import (
     wire_seconds,
 )
 from megatron_dppo.estimate.workload import Setup
-from megatron_dppo.rehearse.booking import Kernel
+from megatron_dppo.rehearse.booking import KernelLaunch
 
 ATTENTION = {"te::attention_fwd": ATTENTION_FORWARD, "te::attention_bwd": ATTENTION_BACKWARD}
 MESSAGES = ("c10d::send", "c10d::recv")
 
 
 @dataclass(slots=True)
-class Cost:
+class KernelCost:
     """Work of one kind."""
 
     kernels: float = 0.0
@@ -36,15 +36,15 @@ class Cost:
     bytes: float = 0.0
     seconds: float = 0.0
 
-    def towards(self, more: Cost, times: float) -> Cost:
+    def towards(self, more: KernelCost, times: float) -> KernelCost:
         """This cost and so many times what ``more`` has beyond it."""
         pairs = ((getattr(self, name), getattr(more, name)) for name in self.__slots__)
-        return Cost(*(mine + times * (theirs - mine) for mine, theirs in pairs))
+        return KernelCost(*(mine + times * (theirs - mine) for mine, theirs in pairs))
 
 
-def costs(kernels: Sequence[Kernel], setup: Setup) -> dict[str, Cost]:
+def costs(kernels: Sequence[KernelLaunch], setup: Setup) -> dict[str, KernelCost]:
     """Work by kind."""
-    found: dict[str, Cost] = defaultdict(Cost)
+    found: dict[str, KernelCost] = defaultdict(KernelCost)
     for kernel in kernels:
         cost = found[kind_of(kernel)]
         cost.kernels += 1
@@ -54,7 +54,7 @@ def costs(kernels: Sequence[Kernel], setup: Setup) -> dict[str, Cost]:
     return dict(found)
 
 
-def kind_of(kernel: Kernel) -> str:
+def kind_of(kernel: KernelLaunch) -> str:
     """What a kernel is a part of."""
     name, place = kernel.name, kernel.place
     optimizer = "multi_tensor" in name or "/optimizer/" in place or "param_and_grad_buffer" in place
@@ -73,7 +73,7 @@ def kind_of(kernel: Kernel) -> str:
     return "layers: products" if kernel.flops else "layers: norms, activations, copies"
 
 
-def seconds(kernel: Kernel, setup: Setup) -> float:
+def seconds(kernel: KernelLaunch, setup: Setup) -> float:
     """Least seconds of a kernel or a collective."""
     if kernel.name.startswith("c10d::"):
         kind = kind_of(kernel)

@@ -20,7 +20,7 @@ from megatron_dppo.models.frozen import Reference
 from megatron_dppo.models.microbatch import Microbatch
 from megatron_dppo.parallel.layout import interleaved_packs
 from megatron_dppo.parallel.world import World, initialize
-from megatron_dppo.rehearse.booking import Allocation, Book, Kernel
+from megatron_dppo.rehearse.booking import Allocation, Book, KernelLaunch
 from megatron_dppo.rehearse.dispatch import RehearsalMode
 from megatron_dppo.rehearse.host_reads import known_reads
 from megatron_dppo.rehearse.te_kernels import set_attention_pairs
@@ -41,7 +41,7 @@ class Booked:
     """Work of passes over some packs."""
 
     packs: int
-    kernels: list[Kernel]
+    kernels: list[KernelLaunch]
     waits: Counter[str]
     """By reason and place."""
 

@@ -26,7 +26,7 @@ class WrongCallError(RuntimeError):
     """A kernel received shapes or types that the real kernel rejects."""
 
 
-class Work:
+class StandInState:
     """The mode that stand-ins book into, and the attention pairs of a pack."""
 
     mode: RehearsalMode
@@ -36,7 +36,7 @@ class Work:
 def set_attention_pairs(pairs: float) -> None:
     """Set Σ n² over the sequences of a pack, divided by cp²: each rank calls attention cp times. Attention FLOPs depend
     on it, and device tensors do not hold it."""
-    Work.pairs = pairs
+    StandInState.pairs = pairs
 
 
 def stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return Work.mode.empty(shape, dtype)
+    return StandInState.mode.empty(shape, dtype)
 
 
 def _like(*tensors: Tensor) -> list[Tensor]:
@@ -66,7 +66,7 @@ def _run(
     """
     check_on_device(name, *reads, *writes, *checked)
     types, size = reads[0].dtype, tensor_bytes(*reads) + tensor_bytes(*writes)
-    Work.mode.book.launch(f"te::{name}", flops, size, types, writes[0].dtype if writes else types, product)
+    StandInState.mode.book.launch(f"te::{name}", flops, size, types, writes[0].dtype if writes else types, product)
     return list(writes)
 
 
@@ -185,7 +185,7 @@ def fused_attn_fwd(
     out, stats = _empty((tokens, heads, v.shape[-1]), q.dtype), _empty((tokens, heads, 1), torch.float32)
     if set_zero:
         _run("zeros", (out,))
-    _run("attention_fwd", (q, k, v), (out, stats), (cu_q, cu_kv, *padded), 2.0 * heads * width * Work.pairs)
+    _run("attention_fwd", (q, k, v), (out, stats), (cu_q, cu_kv, *padded), 2.0 * heads * width * StandInState.pairs)
     return [out, stats, _empty((2,), torch.int64)]
 
 
@@ -199,7 +199,7 @@ def fused_attn_bwd(
     if set_zero:
         _run("zeros", made)
     workspace = _empty(q.shape, torch.float32)  # an estimate: cuDNN accumulates the gradient of q in fp32
-    flops, checked = 5.0 * q.shape[1] * q.shape[2] * Work.pairs, (cu_q, cu_kv, *aux, *padded)
+    flops, checked = 5.0 * q.shape[1] * q.shape[2] * StandInState.pairs, (cu_q, cu_kv, *aux, *padded)
     _run("attention_bwd", (q, k, v, out, d_out), (*made, workspace), checked, flops)
     return [*made, None, None]
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron_dppo.rehearse.dispatch import RehearsalMode
 from megatron_dppo.rehearse.te_constants import constants
-from megatron_dppo.rehearse.te_kernels import STAND_INS, Work
+from megatron_dppo.rehearse.te_kernels import STAND_INS, StandInState
 
 COMPILED = "transformer_engine_torch"
 OPTIONAL = ("onnxscript", "onnx", "onnx.defs", "einops")
@@ -40,7 +40,7 @@ class CompiledModule(ModuleType):
 
 def install(folder: Path, mode: RehearsalMode) -> None:
     """Import ``transformer_engine`` from a folder, for the rest of the process."""
-    Work.mode = mode
+    StandInState.mode = mode
     sys.path.insert(0, str(folder))
     for name in OPTIONAL:
         if name.partition(".")[0] in sys.modules or importlib.util.find_spec(name.partition(".")[0]) is None:

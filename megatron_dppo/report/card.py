@@ -21,7 +21,7 @@ from megatron_dppo.models.shape import published
 from megatron_dppo.observe.summary import summarise
 from megatron_dppo.report.axes import say
 from megatron_dppo.report.learning import wilson
-from megatron_dppo.report.run import Record, Run, data_of, default_of
+from megatron_dppo.report.run import Record, RunRecord, data_of, default_of
 from megatron_dppo.settings import settings, short
 from megatron_dppo.trainer.resume import PLACES
 
@@ -37,7 +37,7 @@ MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
-def model_card(run: Run, *, step: int, name: str, adapters: bool = False) -> str:
+def model_card(run: RunRecord, *, step: int, name: str, adapters: bool = False) -> str:
     """The text of ``README.md``, for a checkpoint of a run.
 
     Args:
@@ -79,7 +79,7 @@ def _code(text: object) -> str:
     return "`" + " ".join(str(text).split()).replace("`", "'").replace("|", "\\|") + "`"
 
 
-def base_of(run: Run) -> str:
+def base_of(run: RunRecord) -> str:
     """Base model of a run: an id of the hub, also that of a published Qwen3, or else the name of its folder."""
     place = str(run.setting("model.path") or "")
     name = _name(place)
@@ -90,7 +90,7 @@ def _name(place: Any) -> str:
     return PurePath(str(place or "")).name or "(not recorded)"
 
 
-def _pruning(run: Run) -> str:
+def _pruning(run: RunRecord) -> str:
     parts = []
     for level in ("prompts", "completions"):
         own = run.setting(f"pruning.{level}.function")
@@ -99,12 +99,12 @@ def _pruning(run: Run) -> str:
     return f"Pruning: {', '.join(parts)}." if parts else "Nothing was pruned."
 
 
-def _until(run: Run, step: int) -> list[Record]:
+def _until(run: RunRecord, step: int) -> list[Record]:
     """The rows that were written before the checkpoint was."""
     return [row for row in run.rows if step >= row["step"]]
 
 
-def _accuracies(run: Run, step: int) -> dict[str, list[tuple[float, float]]]:
+def _accuracies(run: RunRecord, step: int) -> dict[str, list[tuple[float, float]]]:
     """Accuracies up to the checkpoint's step: steps and accuracies, by the metric's name."""
     rows = _until(run, step)
     names = sorted({key for row in rows for key in row if key.startswith("eval/")})
@@ -112,7 +112,7 @@ def _accuracies(run: Run, step: int) -> dict[str, list[tuple[float, float]]]:
     return {key: [(row["step"], row[key]) for row in rows if key in row] for key in names}
 
 
-def _results(run: Run, step: int) -> Iterator[dict[str, Any]]:
+def _results(run: RunRecord, step: int) -> Iterator[dict[str, Any]]:
     """The last accuracies, as the hub reads them from ``model-index``."""
     for key, values in _accuracies(run, step).items():
         of = " ".join(_held_out(run, key).split())
@@ -120,7 +120,7 @@ def _results(run: Run, step: int) -> Iterator[dict[str, Any]]:
         yield {"task": {"type": "text-generation"}, "dataset": {"type": of, "name": of}, "metrics": [metric]}
 
 
-def _accuracy(run: Run, step: int) -> Iterator[str]:
+def _accuracy(run: RunRecord, step: int) -> Iterator[str]:
     """Before training, and at the last evaluation up to the checkpoint's step."""
     found = _accuracies(run, step)
     if not found:
@@ -136,7 +136,7 @@ def _accuracy(run: Run, step: int) -> Iterator[str]:
     yield "In brackets Wilson's 95% interval over the problems, where their number is known."
 
 
-def _held_out(run: Run, key: str) -> str:
+def _held_out(run: RunRecord, key: str) -> str:
     if key != "eval/accuracy":
         return key.removeprefix("eval/")
     asked = run.setting("data.eval")
@@ -152,7 +152,7 @@ def _sure(share: float, of: int | None) -> str:
     return f"{say(share, 'share')} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _training(run: Run, step: int) -> Iterator[str]:
+def _training(run: RunRecord, step: int) -> Iterator[str]:
     found = summarise(_until(run, step))
     if not found["steps"]:
         return
@@ -166,7 +166,7 @@ def _training(run: Run, step: int) -> Iterator[str]:
         yield f"- `{changed}` was changed on the way; what stands below is its last value"
 
 
-def _settings(run: Run) -> Iterator[str]:
+def _settings(run: RunRecord) -> Iterator[str]:
     differ = {
         key: value
         for key in settings()

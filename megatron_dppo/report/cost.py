@@ -8,8 +8,8 @@ from math import prod
 
 from megatron_dppo.observe.timers import saving
 from megatron_dppo.report.axes import say
-from megatron_dppo.report.parts import Note, Part, Section, Table
-from megatron_dppo.report.run import Record, Run
+from megatron_dppo.report.parts import Chapter, Note, Part, Table
+from megatron_dppo.report.run import Record, RunRecord
 from megatron_dppo.report.timing import race
 
 
@@ -37,7 +37,7 @@ class Spent:
         return self.both / (self.hours + self.both) if self.hours else 0.0
 
 
-def spent(run: Run) -> Spent:
+def spent(run: RunRecord) -> Spent:
     """The seconds of every row, times the GPUs or processes that the run held then."""
     servers = _server_gpus(run)
     # In pruning.jsonl ``idle`` counts completions with zero advantage.
@@ -52,13 +52,13 @@ def spent(run: Run) -> Spent:
     return Spent(hours, saved[0], saved[1], saved[2], _devices(run, servers))
 
 
-def _ranks(run: Run, row: Record) -> int:
+def _ranks(run: RunRecord, row: Record) -> int:
     """The trainer's ranks: those of the row, else those of the layout."""
     sizes = (int(run.setting(f"layout.{size}") or 1) for size in ("tp", "pp", "cp", "dp"))
     return int(row.get("perf/ranks", 0)) or prod(sizes)
 
 
-def _server_gpus(run: Run) -> int | None:
+def _server_gpus(run: RunRecord) -> int | None:
     """GPUs of servers besides the trainer's. None if the run did not start the servers itself: then neither their size
     nor their number is known."""
     if run.setting("rollout.engine") == "local" or run.setting("rollout.colocated"):
@@ -69,7 +69,7 @@ def _server_gpus(run: Run) -> int | None:
     return sum(tp[:count]) if isinstance(tp, list) else count * int(tp)
 
 
-def _devices(run: Run, servers: int | None) -> str:
+def _devices(run: RunRecord, servers: int | None) -> str:
     held = max((_ranks(run, row) for row in run.rows), default=0) + (servers or 0)
     # A run that does not say whether it had GPUs is taken for one that had.
     on_gpus = any(row.get("perf/gpus", 1) for row in run.rows)
@@ -78,7 +78,7 @@ def _devices(run: Run, servers: int | None) -> str:
     return f"{held} {word}" + (f", {of_servers}" if servers != 0 else "")
 
 
-def cost(runs: Sequence[Run], price: float | None) -> Section:
+def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
     """Hours and money: what was spent, what each run estimates that pruning saved, and how long the runs took.
 
     Args:
@@ -127,7 +127,7 @@ def cost(runs: Sequence[Run], price: float | None) -> Section:
         parts.append(Note(outcome.unlike))
     if not priced:
         parts.append(Note("--price, or cluster.price_per_gpu_hour, turns hours into money."))
-    return Section("cost", "Cost", lead, parts)
+    return Chapter("cost", "Cost", lead, parts)
 
 
 def _money(amount: float) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_dppo.report.axes import Form, say
-from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
+from megatron_dppo.report.parts import Chapter, Note, Part, Plots, Table
 from megatron_dppo.report.plot import Line, Plot, line_plot
-from megatron_dppo.report.run import Record, Run, is_number
+from megatron_dppo.report.run import Record, RunRecord, is_number
 
 HEAD = (
     "policy",
@@ -23,7 +23,7 @@ HEAD = (
 )
 
 
-def frontier(runs: Sequence[Run]) -> list[Section]:
+def frontier(runs: Sequence[RunRecord]) -> list[Chapter]:
     """The section of sweeps; none where no folder is a sweep's."""
     swept = [run for run in runs if run.sweep]
     parts: list[Part] = []
@@ -40,7 +40,7 @@ def frontier(runs: Sequence[Run]) -> list[Section]:
         "none is as small and better, or smaller and as good. Speeds are of transformers' generate, over the whole "
         "policy's."
     )
-    return [Section("frontier", "Smaller policies", lead, parts)] if parts else []
+    return [Chapter("frontier", "Smaller policies", lead, parts)] if parts else []
 
 
 def _best(row: Record) -> float | None:
@@ -54,7 +54,7 @@ def _method(row: Record) -> str:
     return f"{row.get('method')} {row.get('score')}" + (" refit" if row.get("refit") else "")
 
 
-def _plots(run: Run, rows: Sequence[Record], best: dict[str, float | None]) -> list[Plot]:
+def _plots(run: RunRecord, rows: Sequence[Record], best: dict[str, float | None]) -> list[Plot]:
     whole = run.sweep["whole"].get("weights", 0) or 1
     sizes = {row["name"]: row["weights"] / whole for row in rows if "weights" in row}
     speeds = {row["name"]: row.get("tokens_per_second_ratio") for row in rows}
@@ -88,13 +88,13 @@ def _plots(run: Run, rows: Sequence[Record], best: dict[str, float | None]) -> l
     ]
 
 
-def _whole(run: Run) -> list[str]:
+def _whole(run: RunRecord) -> list[str]:
     whole = run.sweep["whole"]
     size = f"{whole['weights'] / 1e6:,.2f} M" if "weights" in whole else "–"
     return ["whole", size, say(whole.get("loss"), "number"), say(whole.get("accuracy"), "share"), "–", "–", "1×", ""]
 
 
-def _cells(run: Run, row: Record, best: float | None) -> list[str]:
+def _cells(run: RunRecord, row: Record, best: float | None) -> list[str]:
     size = row["weights"] / run.sweep["whole"]["weights"] if "weights" in row else None
     return [
         row["name"],

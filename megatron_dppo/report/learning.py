@@ -9,9 +9,9 @@ import numpy as np
 
 from megatron_dppo.evaluation.benchmarks import TAKEN
 from megatron_dppo.report.axes import Form, say
-from megatron_dppo.report.parts import Note, Part, Plots, Section, Table
+from megatron_dppo.report.parts import Chapter, Note, Part, Plots, Table
 from megatron_dppo.report.plot import Line, Plot, line_plot, titled
-from megatron_dppo.report.run import Run
+from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF
 
@@ -38,7 +38,7 @@ DIFFERENCES: Sequence[tuple[str, str, Form]] = (
     ("age of completions in updates, largest", "staleness/max", "number"),
 )
 """How far trainer and engine are apart: the words of a table's row, its metric and form."""
-Positions = Callable[[Run], Floats]
+Positions = Callable[[RunRecord], Floats]
 """Where the steps of a run lie on an axis, [steps]."""
 
 
@@ -49,7 +49,7 @@ def wilson(share: float, of: int) -> tuple[float, float]:
     return max(centre - reach, 0.0), min(centre + reach, 1.0)
 
 
-def learning(runs: Sequence[Run]) -> Section:
+def learning(runs: Sequence[RunRecord]) -> Chapter:
     """Reward and accuracy, drawn over each of four axes; the page shows one of them at a time."""
     time = "perf/step_time"
     size, unit = _unit(max((float(_sum(run, time)[-1]) for run in runs if run.steps), default=0.0))
@@ -73,10 +73,10 @@ def learning(runs: Sequence[Run]) -> Section:
             " Rewards of these runs are not comparable: a run that prunes prompts chooses those whose rewards are "
             "averaged. Held-out accuracies are: the same problems are asked, whatever is pruned."
         )
-    return Section("learning", "Reward and accuracy", lead, [*parts, *_by_file(runs)])
+    return Chapter("learning", "Reward and accuracy", lead, [*parts, *_by_file(runs)])
 
 
-def signs(runs: Sequence[Run]) -> Section:
+def signs(runs: Sequence[RunRecord]) -> Chapter:
     """Metrics that show early that a run goes wrong."""
     plots = metric_plots(runs, SIGNS)
     never = [title for title, _, key, _ in SIGNS if _only_zeros(runs, key)]
@@ -85,10 +85,10 @@ def signs(runs: Sequence[Run]) -> Section:
         parts.append(Note(f"{', '.join(never)}: 0 at every step."))
     lead = "These show early that a run goes wrong: lengths collapse, the entropy nears zero, or gradients jump."
     measured = any(not plot.empty for plot in plots)
-    return Section("signs", "Signs of health", lead, parts if measured else [], "No step has been recorded yet.")
+    return Chapter("signs", "Signs of health", lead, parts if measured else [], "No step has been recorded yet.")
 
 
-def packs(runs: Sequence[Run]) -> Section:
+def packs(runs: Sequence[RunRecord]) -> Chapter:
     """How full packs were, and how far trainer and engine were apart."""
     lead = (
         "Empty slots of a pack cost time and train nothing. Trainer and engine score the same tokens with the same "
@@ -98,27 +98,27 @@ def packs(runs: Sequence[Run]) -> Section:
     fill = line_plot("Pack fill", about, [run.line("pack/fill") for run in runs], form="share", high=1.0)
     plots = [plot for plot in (fill, _difference_plot(runs)) if not plot.empty]
     parts: list[Part] = [Plots(plots), _difference_table(runs)] if plots else []
-    return Section("packs", "Packs, and agreement of trainer and engine", lead, parts, "Nothing was packed yet.")
+    return Chapter("packs", "Packs, and agreement of trainer and engine", lead, parts, "Nothing was packed yet.")
 
 
-def metric_plots(runs: Sequence[Run], metrics: Metrics) -> list[Plot]:
+def metric_plots(runs: Sequence[RunRecord], metrics: Metrics) -> list[Plot]:
     """One plot for each metric, empty where no run has measured it."""
     return [line_plot(title, about, [run.line(key) for run in runs], form=form) for title, about, key, form in metrics]
 
 
-def step_numbers(run: Run) -> Floats:
+def step_numbers(run: RunRecord) -> Floats:
     return np.array([row["step"] for row in run.steps], dtype=np.float64)
 
 
 @titled("Reward")
-def reward_plot(runs: Sequence[Run], label: str = "step", positions: Positions = step_numbers) -> Plot:
+def reward_plot(runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers) -> Plot:
     key, about = "rollout/raw_reward", "mean over a step's completions"
     lines = [Line(run.name, run.colour, *_over(run, key, positions), noisy=True) for run in runs]
     return line_plot("Reward", about, lines, x_label=label, empty="no rollouts")
 
 
 @titled("Held-out accuracy")
-def accuracy_plot(runs: Sequence[Run], label: str = "step", positions: Positions = step_numbers) -> Plot:
+def accuracy_plot(runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers) -> Plot:
     lines = []
     for run in runs:
         x, y = _over(run, "eval/accuracy", positions)
@@ -128,19 +128,19 @@ def accuracy_plot(runs: Sequence[Run], label: str = "step", positions: Positions
     return line_plot("Held-out accuracy", about, lines, x_label=label, form="share", empty="no evaluation")
 
 
-def _only_zeros(runs: Sequence[Run], key: str) -> bool:
+def _only_zeros(runs: Sequence[RunRecord], key: str) -> bool:
     values = np.concatenate([run.series(key)[1] for run in runs])
     return bool(len(values)) and not values.any()
 
 
-def _over(run: Run, key: str, positions: Positions) -> tuple[Floats, Floats]:
+def _over(run: RunRecord, key: str, positions: Positions) -> tuple[Floats, Floats]:
     """The values of ``key``, and their positions on an axis; what was measured before the first step is at 0."""
     steps, values = run.series(key)
     ends = np.concatenate([[0.0], positions(run)])
     return ends[np.searchsorted(step_numbers(run), steps, side="right")], values
 
 
-def _sum(run: Run, key: str) -> Floats:
+def _sum(run: RunRecord, key: str) -> Floats:
     return np.cumsum([row.get(key, 0.0) for row in run.steps], dtype=np.float64)
 
 
@@ -149,7 +149,7 @@ def _unit(longest: float) -> tuple[float, str]:
     return next(((size, word) for size, word in units if longest > 2 * size), (1.0, "seconds"))
 
 
-def _by_file(runs: Sequence[Run]) -> list[Table]:
+def _by_file(runs: Sequence[RunRecord]) -> list[Table]:
     """Where the run is held against several files: each one's accuracy, first and last."""
     keys = {key.removeprefix("eval/") for run in runs for row in run.rows for key in row if key.startswith("eval/")}
     names = sorted(name for name in keys if "/" not in name and name not in TAKEN)
@@ -157,7 +157,7 @@ def _by_file(runs: Sequence[Run]) -> list[Table]:
     return [Table(["held out, first → last", *(run.name for run in runs)], rows)] if rows else []
 
 
-def _first_last(run: Run, name: str) -> str:
+def _first_last(run: RunRecord, name: str) -> str:
     values = run.series(f"eval/{name}")[1]
     if not len(values):
         return "–"
@@ -168,20 +168,20 @@ def _first_last(run: Run, name: str) -> str:
     return f"{said} ({100 * low:.1f}–{100 * high:.1f})"
 
 
-def _difference_plot(runs: Sequence[Run]) -> Plot:
+def _difference_plot(runs: Sequence[RunRecord]) -> Plot:
     lines = [run.line("train/rollout_logprob_abs_diff", noisy=False) for run in runs]
     limits = [own for run in runs if (own := _limit(run))]
     limit = (min(limits), f"limit {min(limits):g}") if limits else None
     return line_plot("Trainer against engine", "mean |Δ log p| of a step's tokens", lines, log=True, limit=limit)
 
 
-def _limit(run: Run) -> float | None:
+def _limit(run: RunRecord) -> float | None:
     own = run.setting("rollout.max_logprob_diff")
     return MAX_LOGPROB_DIFF.get(run.setting("model.dtype")) if own is None else own
 
 
-def _difference_table(runs: Sequence[Run]) -> Table:
-    def figure(run: Run, key: str, form: Form) -> str:
+def _difference_table(runs: Sequence[RunRecord]) -> Table:
+    def figure(run: RunRecord, key: str, form: Form) -> str:
         values = run.series(key)[1]
         if not len(values):
             return "–"

@@ -26,10 +26,10 @@ from megatron_dppo.report.axes import say, smoothed_at_ends
 from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
-from megatron_dppo.report.parts import Section
+from megatron_dppo.report.parts import Chapter
 from megatron_dppo.report.plot import failure
 from megatron_dppo.report.pruning import prunes, pruning
-from megatron_dppo.report.run import Run, data_of, read_runs
+from megatron_dppo.report.run import RunRecord, data_of, read_runs
 from megatron_dppo.report.tables import benchmarks, options, sample_answers
 from megatron_dppo.report.timing import Race, race, ratios, timing, why_no_interval
 from megatron_dppo.rl.types import Floats
@@ -92,9 +92,9 @@ def _writing(option: str, place: Path) -> Iterator[None]:
         raise UserError(option, place, problem, remedy) from None
 
 
-def page(runs: Sequence[Run], price: float | None = None) -> str:
+def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     """The page's text."""
-    makers: dict[str, Callable[[Sequence[Run]], Section]] = {
+    makers: dict[str, Callable[[Sequence[RunRecord]], Chapter]] = {
         "Reward and accuracy": learning, "Where a step's time goes": timing, "What was pruned, and why": pruning,
         "Packs, and agreement of trainer and engine": packs, "Signs of health": signs,
         "Sample answers": sample_answers, "Benchmarks": benchmarks, "Cost": partial(cost, price=price),
@@ -102,7 +102,7 @@ def page(runs: Sequence[Run], price: float | None = None) -> str:
     }  # fmt: skip
     if all(run.sweep for run in runs):  # none of which is a run of training
         makers = {"Benchmarks": benchmarks}
-    sections = _or_why(partial(frontier, runs), lambda why: [Section("frontier", "Smaller policies", "", [], why)])
+    sections = _or_why(partial(frontier, runs), lambda why: [Chapter("frontier", "Smaller policies", "", [], why)])
     for title, make in makers.items():
         sections.append(_or_why(partial(make, runs), partial(_unmade, title)))
     outcome = _or_why(partial(race, runs), lambda why: None)
@@ -135,15 +135,15 @@ def _or_why(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
         return otherwise(failure(error))
 
 
-def _unmade(title: str, why: str) -> Section:
-    return Section(title.partition(" ")[0].lower(), title, "", [], why)
+def _unmade(title: str, why: str) -> Chapter:
+    return Chapter(title.partition(" ")[0].lower(), title, "", [], why)
 
 
-def _headline(run: Run) -> tuple[Run, str, str, list[Figure]]:
+def _headline(run: RunRecord) -> tuple[RunRecord, str, str, list[Figure]]:
     return run, _what(run), _state(run), list(_figures(run))
 
 
-def _no_headline(run: Run, why: str) -> tuple[Run, str, str, list[Figure]]:
+def _no_headline(run: RunRecord, why: str) -> tuple[RunRecord, str, str, list[Figure]]:
     return run, why, "", []
 
 
@@ -154,7 +154,7 @@ def _css() -> str:
     return f":root {{ color-scheme: light dark; {variables}}}\n{classes}"
 
 
-def _what(run: Run) -> str:
+def _what(run: RunRecord) -> str:
     """The run in one line."""
     if run.sweep:
         return f"smaller policies made from {run.sweep['asked']['model']}"
@@ -165,7 +165,7 @@ def _what(run: Run) -> str:
     return f"{model or 'a policy'} on {data} · {run.setting('loss.name')} · {window} · seed {run.setting('run.seed')}"
 
 
-def _state(run: Run) -> str:
+def _state(run: RunRecord) -> str:
     """Empty for a finished run. A run that goes on and one that was killed differ only in when they last wrote."""
     if run.sweep:
         return ""
@@ -196,7 +196,7 @@ def _measured(outcome: Race) -> Iterator[Figure]:
             yield Figure(f"{what}, measured", value, about)
 
 
-def _figures(run: Run) -> Iterator[Figure]:
+def _figures(run: RunRecord) -> Iterator[Figure]:
     accuracy = run.series("eval/accuracy")[1]
     if len(accuracy):
         before_after = f"{100 * accuracy[0]:.1f} → {say(accuracy[-1], 'share')}"
@@ -215,7 +215,7 @@ def _figures(run: Run) -> Iterator[Figure]:
         yield _pruning(run)
 
 
-def _how_sure(run: Run, accuracy: Floats) -> str:
+def _how_sure(run: RunRecord, accuracy: Floats) -> str:
     points = f"{100 * (accuracy[-1] - accuracy[0]):+.1f} points".replace("-", "−")
     if not run.held_out:
         return points
@@ -223,7 +223,7 @@ def _how_sure(run: Run, accuracy: Floats) -> str:
     return f"{points}; {100 * low:.1f}–{100 * high:.1f}% is the 95% interval of {run.held_out} problems"
 
 
-def _pruning(run: Run) -> Figure:
+def _pruning(run: RunRecord) -> Figure:
     prompts, tokens = run.mean("prune/kept_prompt_fraction"), run.mean("prune/kept_token_fraction")
     if prompts is None or tokens is None:
         return Figure("pruning", "–", "not recorded")

@@ -97,7 +97,7 @@ Part = Plots | Table | Bars | Note | SampleAnswers | Folded
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class Chapter:
     id: str
     title: str
     lead: str

@@ -21,7 +21,7 @@ from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.learning import accuracy_plot, reward_plot
 from megatron_dppo.report.plot import Key, Line, Mark, Plot, line_plot, titled
 from megatron_dppo.report.pruning import answers_plot, causes_plot, noise_plot, tokens_plot
-from megatron_dppo.report.run import Run
+from megatron_dppo.report.run import RunRecord
 from megatron_dppo.report.timing import phase_plot
 
 INK, SOFT, RULE = colour_of("ink"), colour_of("soft"), colour_of("rule")
@@ -43,7 +43,7 @@ KEY_WIDTH = 62
 """Characters of a row of the key."""
 
 
-def draw_pictures(run: Run, folder: Path, *, prefix: str = "", title: str = "") -> None:
+def draw_pictures(run: RunRecord, folder: Path, *, prefix: str = "", title: str = "") -> None:
     """Write ``progress.png``, on what was learned and where the time went, and ``pruning.png``, on what was kept, why,
     and what it cost. A chart whose numbers the run does not have says so.
 
@@ -61,7 +61,7 @@ def draw_pictures(run: Run, folder: Path, *, prefix: str = "", title: str = "") 
 
 
 @titled("Kept by pruning, and packed")
-def _kept(run: Run) -> Plot:
+def _kept(run: RunRecord) -> Plot:
     """Three shares in one chart, which the page has in three."""
     wanted = (("pack slots filled", "pack/fill", "slate"), ("prompts rolled out", "prune/kept_prompt_fraction", "blue"),
               ("tokens trained on", "prune/kept_token_fraction", "orange"))  # fmt: skip

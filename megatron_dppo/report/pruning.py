@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.report.axes import Form
-from megatron_dppo.report.parts import Part, Plots, Section
+from megatron_dppo.report.parts import Chapter, Part, Plots
 from megatron_dppo.report.plot import Key, Layer, Line, Mark, Plot, boxes, line_plot, stack_plot, titled
-from megatron_dppo.report.run import Run
+from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
 from megatron_dppo.rl.pruning.sampling import Rule
@@ -21,7 +21,7 @@ CHANCES = ("never", "25%", "50%", "75%", "always")
 FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 
 
-def pruning(runs: Sequence[Run]) -> Section:
+def pruning(runs: Sequence[RunRecord]) -> Chapter:
     """The shares that the runs kept, and their noise; then which answers each run kept, and why."""
     lead = (
         "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of these answers with "
@@ -41,16 +41,16 @@ def pruning(runs: Sequence[Run]) -> Section:
         plots = [tokens_plot(run), answers_plot(run), causes_plot(run), noise_plot(run)]
         plots += [reliability_plot(run), brier_plot(run)]
         parts.append(Plots([plot for plot in plots if not plot.empty], run.name, _rules(run)))
-    return Section("pruning", "What was pruned, and why", lead, parts, "No step of these runs says what was kept.")
+    return Chapter("pruning", "What was pruned, and why", lead, parts, "No step of these runs says what was kept.")
 
 
-def prunes(run: Run) -> bool:
+def prunes(run: RunRecord) -> bool:
     """Whether any rule was on."""
     return any(run.setting(f"pruning.{level}.rule") != "none" for level in RULES)
 
 
 @titled("Which answers are trained on")
-def answers_plot(run: Run) -> Plot:
+def answers_plot(run: RunRecord) -> Plot:
     """Who is trained on, by the answer's group."""
     binary = all(row["binary"] for row in run.census)
     title, about = "Which answers are trained on", "probability, over all steps"
@@ -66,7 +66,7 @@ def answers_plot(run: Run) -> Plot:
 
 
 @titled("… and why")
-def causes_plot(run: Run) -> Plot:
+def causes_plot(run: RunRecord) -> Plot:
     """Who is trained on, by the answer's length and score: the colour tells the probability, the strength how many
     answers are there."""
     title, about = "… and why", "score over the step's median, by length; stronger: more answers"
@@ -98,7 +98,7 @@ def causes_plot(run: Run) -> Plot:
 
 
 @titled("Noise of the gradient")
-def noise_plot(run: Run) -> Plot:
+def noise_plot(run: RunRecord) -> Plot:
     """Variance over the full batch's, by where it comes from."""
     title, about = "Noise of the gradient", "variance over the full batch's, as estimated for independent draws"
     if not prunes(run) or run.mean("prune/kept_token_fraction") is None:
@@ -115,7 +115,7 @@ def noise_plot(run: Run) -> Plot:
 
 
 @titled("Tokens of a step")
-def tokens_plot(run: Run) -> Plot:
+def tokens_plot(run: RunRecord) -> Plot:
     """Prompt and response tokens: trained on, pruned, without a gradient, or not rolled out."""
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
     steps = np.array([row["step"] for row in run.census], dtype=np.float64)
@@ -133,7 +133,7 @@ def tokens_plot(run: Run) -> Plot:
     return stack_plot("Tokens of a step", about, steps, layers, form="count", empty="no pruning")
 
 
-def _rules(run: Run) -> str:
+def _rules(run: RunRecord) -> str:
     """The rules that were on; for a biased rule with the reason."""
     words = []
     for level, known in RULES.items():
@@ -146,17 +146,17 @@ def _rules(run: Run) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _shares(title: str, about: str, key: str, runs: Sequence[Run]) -> Plot:
+def _shares(title: str, about: str, key: str, runs: Sequence[RunRecord]) -> Plot:
     return line_plot(title, about, [run.line(key) for run in runs], form="share", low=0.0, high=1.02)
 
 
-def _inflation(runs: Sequence[Run]) -> Plot:
+def _inflation(runs: Sequence[RunRecord]) -> Plot:
     lines = [run.line("prune/variance_inflation") for run in runs]
     about, empty = "the gradient's variance over the full batch's, estimated", "not estimated: biased rules"
     return line_plot("Noise that pruning adds", about, lines, form="times", low=1.0, empty=empty)
 
 
-def _cells(run: Run, table: str) -> Floats:
+def _cells(run: RunRecord, table: str) -> Floats:
     """[cells, 4]: two coordinates, answers of all steps, their mean probability of being kept; ascending."""
     total: dict[tuple[float, float], Floats] = {}
     for row in run.census:
@@ -183,7 +183,7 @@ SOURCES = "predicted from a prompt's text, from its earlier visits, or by the me
 
 
 @titled("What was foreseen")
-def reliability_plot(run: Run) -> Plot:
+def reliability_plot(run: RunRecord) -> Plot:
     """Predicted against observed, in tenths of the prediction, over the whole run."""
     what = "right answers" if all(row["binary"] for row in run.census) else "groups whose rewards differ"
     title = "What was foreseen"
@@ -209,7 +209,7 @@ def reliability_plot(run: Run) -> Plot:
 
 
 @titled("Error of predictions")
-def brier_plot(run: Run) -> Plot:
+def brier_plot(run: RunRecord) -> Plot:
     """The squared error of each predictor over the steps."""
     lines = [
         Line(words, colour, *run.series(f"prune/brier_{name}"), noisy=True)
@@ -219,7 +219,7 @@ def brier_plot(run: Run) -> Plot:
     return line_plot("Error of predictions", about, lines, low=0.0, empty="nothing was predicted")
 
 
-def _predicted(run: Run, name: str) -> Floats:
+def _predicted(run: RunRecord, name: str) -> Floats:
     """[bins, 2], mean predicted and mean observed chance of the groups in each tenth, over all steps."""
     total: dict[int, Floats] = {}
     for row in run.census:

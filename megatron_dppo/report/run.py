@@ -32,7 +32,7 @@ NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecord:
     """The contents of one folder. A field is empty where its file is absent."""
 
     name: str
@@ -116,7 +116,7 @@ def default_of(key: str) -> Any:
     return list(default) if isinstance(default, tuple) else default
 
 
-def data_of(run: Run) -> str:
+def data_of(run: RunRecord) -> str:
     """The names of the files, or of the generators, that a run was trained on."""
     given = run.setting("data.rollouts") or run.setting("data.train")
     places = [each["path"] for each in given] if isinstance(given, list) else [given]
@@ -128,7 +128,7 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     """The runs in these folders, in this order.
 
     Raises:
@@ -138,8 +138,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return [read_run(folder, name, number) for number, (folder, name) in enumerate(named)]
 
 
-def read_run(folder: Path, name: str, number: int = 0) -> Run:
-    """One of them; the arguments are the fields of ``Run``."""
+def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
+    """One of them; the arguments are the fields of ``RunRecord``."""
     metrics, scores, sweep = folder / FILE, list(_scores(folder)), _sweep(folder)
     if not metrics.is_file() and not scores and not sweep:
         remedy = f"Give folders that hold a {FILE} (run.dir of a training), a scores.json or a sweep.json"
@@ -148,7 +148,7 @@ def read_run(folder: Path, name: str, number: int = 0) -> Run:
     rows, census, answers = (_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
     counted = [row for row in census if _is_census(row)]
     read = {FILE: rows, CENSUS: counted, ANSWERS: answers}
-    return Run(
+    return RunRecord(
         name=name,
         folder=folder,
         number=number,
@@ -213,7 +213,7 @@ def _numbers(row: Record) -> Record:
 
 
 def _is_census(row: Record) -> bool:
-    """Whether it has all that :meth:`Census.as_row` writes, as it writes it."""
+    """Whether it has all that :meth:`PruningStats.as_row` writes, as it writes it."""
 
     def cells(table: str, size: int) -> bool:
         found = row.get(table, ())

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.data.tokenizer import without_chat_marks
-from megatron_dppo.report.parts import Folded, Note, Part, SampleAnswer, SampleAnswers, SampleProblem, Section, Table
-from megatron_dppo.report.run import Record, Run, default_of, is_number
+from megatron_dppo.report.parts import Chapter, Folded, Note, Part, SampleAnswer, SampleAnswers, SampleProblem, Table
+from megatron_dppo.report.run import Record, RunRecord, default_of, is_number
 from megatron_dppo.settings import settings, short
 
 MOST_EVALUATIONS = 12
@@ -24,7 +24,7 @@ SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(
 is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such names."""
 
 
-def sample_answers(runs: Sequence[Run]) -> Section:
+def sample_answers(runs: Sequence[RunRecord]) -> Chapter:
     """Problems in the order of the first run that was shown them."""
     found: dict[tuple[str, str], dict[int, list[SampleAnswer]]] = {}
     for run in runs:
@@ -40,10 +40,10 @@ def sample_answers(runs: Sequence[Run]) -> Section:
     steps = sorted({answer.step for problem in problems for _, _, of_run in problem.runs for answer in of_run})
     lead = "The first held-out problems, before training and at the step that is chosen below."
     nothing = "No answers were kept: a run shows eval.show of them at each evaluation."
-    return Section("answers", "Sample answers", lead, [SampleAnswers(problems, steps)] if problems else [], nothing)
+    return Chapter("answers", "Sample answers", lead, [SampleAnswers(problems, steps)] if problems else [], nothing)
 
 
-def benchmarks(runs: Sequence[Run]) -> Section:
+def benchmarks(runs: Sequence[RunRecord]) -> Chapter:
     """One table for each evaluation; a figure that a file does not hold is a dash."""
     parts: list[Part] = []
     for run in runs:
@@ -55,7 +55,7 @@ def benchmarks(runs: Sequence[Run]) -> Section:
             parts.append(Table(head, rows, f"{run.name}{f' · {folder}' * (folder != '.')}: {_how(found)}"))
     lead = "In brackets 95% intervals, over the problems of a benchmark."
     nothing = "No scores.json lies in these folders: megatron-dppo eval writes one."
-    return Section("benchmarks", "Benchmarks", lead, parts, nothing)
+    return Chapter("benchmarks", "Benchmarks", lead, parts, nothing)
 
 
 def _evenly(rows: Sequence[Record]) -> list[Record]:
@@ -103,7 +103,7 @@ def _interval(found: Any, form: str = "{:.1%}") -> str:
     return f"{form.format(value)} ({form.format(low).rstrip('%')}–{form.format(high).rstrip('%')})"
 
 
-def options(runs: Sequence[Run]) -> Section:
+def options(runs: Sequence[RunRecord]) -> Chapter:
     """The settings that differ between several runs, or from the defaults in one run; then all settings of each run."""
     told = [run for run in runs if run.config]
     parts: list[Part] = []
@@ -134,7 +134,7 @@ def options(runs: Sequence[Run]) -> Section:
         text = "\n".join(f"{key} = {_word(key, value)}" for key, value in run.config.items())
         parts.append(Folded(f"All settings of {run.name}", text))
     lead = "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
-    return Section("settings", "Settings", lead, parts)
+    return Chapter("settings", "Settings", lead, parts)
 
 
 def _word(key: str, value: Any) -> str:

@@ -15,9 +15,9 @@ import numpy as np
 from megatron_dppo.observe.timers import PHASES, breakdown, duration
 from megatron_dppo.report.axes import say
 from megatron_dppo.report.learning import Metrics, metric_plots, step_numbers
-from megatron_dppo.report.parts import Bars, Plots, Section, Segment, Table
+from megatron_dppo.report.parts import Bars, Chapter, Plots, Segment, Table
 from megatron_dppo.report.plot import Key, Layer, Plot, stack_plot, titled, usual_top
-from megatron_dppo.report.run import Run
+from megatron_dppo.report.run import RunRecord
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.resume import changes
 
@@ -41,13 +41,13 @@ TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problem
 COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERATED))
 
 
-def timing(runs: Sequence[Run]) -> Section:
+def timing(runs: Sequence[RunRecord]) -> Chapter:
     """Mean seconds by phase, in bars on one scale and in figures; then step by step, with the use of the machines."""
     layers = {run.name: _layers(run) for run in runs if run.steps}
     title = "Where a step's time goes"
     lead = "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and checkpoints are not in them."
     if not layers:
-        return Section("time", title, lead, [], "No step has been timed yet.")
+        return Chapter("time", title, lead, [], "No step has been timed yet.")
     means = {name: {layer.name: float(layer.values.mean()) for layer in of} for name, of in layers.items()}
     phases = [phase for phase in NAMES if any(mean.get(phase, 0.0) > 0.0 for mean in means.values())]
     longest = max(sum(mean.values()) for mean in means.values()) or 1.0
@@ -56,16 +56,16 @@ def timing(runs: Sequence[Run]) -> Section:
     top = max(usual_top(of) for of in layers.values())
     plots = [phase_plot(run, run.name, "seconds per step, by phase", top) for run in runs if run.name in layers]
     plots += [plot for plot in metric_plots(runs, USAGE) if not plot.empty]
-    return Section("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
+    return Chapter("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
 
 
 @titled("Seconds per step")
-def phase_plot(run: Run, title: str, about: str, top: float | None = None) -> Plot:
+def phase_plot(run: RunRecord, title: str, about: str, top: float | None = None) -> Plot:
     """Seconds of each step, by phase; ``top`` is where the axis of seconds ends."""
     return stack_plot(title, about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings")
 
 
-def _layers(run: Run) -> list[Layer]:
+def _layers(run: RunRecord) -> list[Layer]:
     """Seconds of each phase, and in words its share of the mean step."""
     found = [breakdown(row) for row in run.steps]
     names = [name for name in NAMES if any(name in row for row in found)]
@@ -165,7 +165,7 @@ class Race:
         return "; ".join(words(*compared) for compared in ratios(self.arms, seconds))
 
 
-def race(runs: Sequence[Run]) -> Race | None:
+def race(runs: Sequence[RunRecord]) -> Race | None:
     """None where fewer than two runs have taken a step."""
     timed = [run for run in runs if run.steps]
     if len(timed) < 2:
@@ -181,7 +181,7 @@ def race(runs: Sequence[Run]) -> Race | None:
     return Race(pace, target, reached, arms_of(timed), (), changed)
 
 
-def _different_tests(runs: Sequence[Run]) -> list[str]:
+def _different_tests(runs: Sequence[RunRecord]) -> list[str]:
     """The settings by which the runs were tested on different problems, or in different ways."""
     if not all(run.config for run in runs):
         return ["not every run's settings are recorded"]
@@ -198,7 +198,7 @@ def _different_tests(runs: Sequence[Run]) -> list[str]:
     return differs + [key for key in keys if any(run.setting(key) != runs[0].setting(key) for run in runs)]
 
 
-def _seconds_until(run: Run, accuracy: float) -> float:
+def _seconds_until(run: RunRecord, accuracy: float) -> float:
     seconds = 0.0
     for row in run.rows:
         seconds += row.get("perf/step_time", 0.0)
@@ -240,10 +240,10 @@ class Ratio:
     """That both have."""
 
 
-def arms_of(runs: Sequence[Run]) -> list[Arm]:
+def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
     """The runs by arm, in their order. Two runs of the same seed are never in one arm. If all runs would make one arm,
     each is an arm of its own, so that there is something to compare."""
-    found: list[tuple[Run, dict[int, str]]] = []
+    found: list[tuple[RunRecord, dict[int, str]]] = []
     for run in runs:
         seed = int(run.setting(SEED))
         same = (of for other, of in found if run.config and seed not in of and _alike(run, other))
@@ -280,5 +280,5 @@ def why_no_interval(arms: Sequence[Arm]) -> str:
     return "one run each" if all(len(arm.runs) == 1 for arm in arms) else "fewer than two seeds in common"
 
 
-def _alike(one: Run, other: Run) -> bool:
+def _alike(one: RunRecord, other: RunRecord) -> bool:
     return {change.key for change in changes(one.config, other.config)} <= {SEED}

@@ -1,4 +1,4 @@
-"""What became of a step's completions: counts and tables, for the log and for pictures."""
+"""Pruning statistics of a step's completions: counts and tables for the log and the pictures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Cell = tuple[float, float, int, float, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class PruningStats:
     """A step's completions, counted: a line of ``pruning.jsonl``. The tables hold those with an advantage only.
 
-        Census(kept=(1, 5), pruned=(1, 4), by_group=((0.5, -1.0, 1, 1.0, 1), (0.5, 1.0, 1, 0.4, 0)), ...)
+        PruningStats(kept=(1, 5), pruned=(1, 4), by_group=((0.5, -1.0, 1, 1.0, 1), (0.5, 1.0, 1, 0.4, 0)), ...)
 
     trains on one completion of 5 tokens. In groups that are half right it kept 1 of 1 wrong and 0 of 1 right answers.
     """

@@ -1,7 +1,7 @@
 """Families: samples that begin with the same tokens, which a pack holds once.
 
-A family's samples stand one after the other. What a sample shares with the one before it says where it leaves the path
-that they have in common, and all of these numbers together say which tree the family is:
+A family's samples stand one after the other. The number of tokens that a sample shares with the one before it is the
+place where it leaves their common path. All of these numbers together define the family's tree:
 
     p p p a a          lengths [5, 6, 5], shared [0, 5, 3]
     p p p a a b
@@ -74,7 +74,7 @@ def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class PrefixGroups:
     """Families cut into pieces that go into packs whole; the samples of a piece stand one after the other."""
 
     starts: Ints
@@ -93,12 +93,12 @@ class Pieces:
         return np.add.reduceat(of_samples, self.starts[:-1])
 
 
-def single(lengths: Ints, align: int) -> Pieces:
+def single(lengths: Ints, align: int) -> PrefixGroups:
     """Every sample by itself."""
-    return Pieces(np.arange(len(lengths) + 1), -(-lengths // align) * align, np.zeros(len(lengths), np.int64))
+    return PrefixGroups(np.arange(len(lengths) + 1), -(-lengths // align) * align, np.zeros(len(lengths), np.int64))
 
 
-def cut(lengths: Ints, shared: Ints, *, most: int, align: int) -> Pieces:
+def cut(lengths: Ints, shared: Ints, *, most: int, align: int) -> PrefixGroups:
     """Families in pieces of at most ``most`` slots, unless a single sample takes more.
 
     A sample also begins a new piece where sharing would take more slots than it saves, which the padding of short
@@ -134,7 +134,7 @@ def cut(lengths: Ints, shared: Ints, *, most: int, align: int) -> Pieces:
         slots.append(padded(length))
         joined.append(0)
         ends = [length]
-    return Pieces(np.array([*starts, len(lengths)]), np.array(slots, np.int64), np.array(joined, np.int64))
+    return PrefixGroups(np.array([*starts, len(lengths)]), np.array(slots, np.int64), np.array(joined, np.int64))
 
 
 def prefix_tree(lengths: Sequence[int], shared: Sequence[int]) -> list[tuple[int, int, int, int]]:

@@ -19,14 +19,14 @@ MISMATCH = ("train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 FRESH_TOKENS = "fresh_tokens"
 """How many tokens the sums of ``MISMATCH`` are over."""
 SAPO_TEMPERATURES = (1.0, 1.05)
-"""Of SAPO's gate, for tokens whose advantage is positive and for the others (arXiv:2511.20347)."""
+"""Temperatures of SAPO's gate (arXiv:2511.20347) for positive and for other advantages."""
 LARGEST_LOG_RATIO = 20.0
 """Log-ratio from which a ratio grows linearly, see ``ratio_of``. In a trust region larger ratios have no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """What ``token_losses`` returns.
+    """Result of ``token_losses``.
 
     Two tokens of probability 0.5, which was 0.4 before, with an advantage of 1 under GRPO have ``loss`` [−1.2, −1.2]:
     their ratios of 1.25 are clipped. ``sums["train/pg_clipfrac"]`` is 2.
@@ -150,7 +150,7 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a surrogate is made of, and what ``loss.objective`` is given. Tensors are [R]; ``logprobs`` has a gradient.
+    """Inputs of a surrogate, and of ``loss.objective``. Tensors are [R]; ``logprobs`` has a gradient.
 
     Two tokens of one sequence, which have become likelier, may have ``logprobs`` [−0.5, −1.0], ``old`` [−0.7, −1.0] and
     ``advantage`` [1.0, 1.0]; their ``ratio`` is then [1.22, 1.0].
@@ -158,13 +158,13 @@ class Tokens:
 
     objective: Objective
     logprobs: Tensor
-    """Of the policy."""
+    """Policy's log-probabilities."""
     old: Tensor
-    """Of the policy before the rollout's first update; ``logprobs`` without its gradient, where there is but one."""
+    """Policy's log-probabilities before the rollout's first update; for one update ``logprobs`` without gradient."""
     engine: Tensor
-    """Of the engine that sampled the tokens."""
+    """Log-probabilities of the sampling engine."""
     advantage: Tensor
-    """Of the token's completion."""
+    """Advantage of the token's completion."""
     sequences: Sequences
     """``sequences.sums(values)`` and ``sums(values, mean=True)`` give each token its sequence's sum or mean."""
 

@@ -32,7 +32,7 @@ TRUST_REGIONS = {"tv": 0.15, "kl": 0.05}
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What tells one loss of the family from another.
+    """Definition of one loss of the family.
 
         Objective("dapo", aggregation="token_mean", clip_high=0.28)
 
@@ -42,7 +42,7 @@ class Objective:
     name: str
     aggregation: Aggregation
     baseline: Baseline = "group"
-    """What a reward is held against: the mean of its group, of the others in its group, or of the whole minibatch."""
+    """Reference of a reward: the mean of its group, of the group's others, or of the whole minibatch."""
     normalise: bool = True
     """Whether advantages are divided by the group's standard deviation."""
     deviation: Literal["population", "sample"] = "population"
@@ -50,7 +50,7 @@ class Objective:
     whiten: bool = False
     """Whether advantages are divided by their standard deviation over the whole minibatch."""
     surrogate: Surrogate | Callable[..., tuple[Tensor, Tensor]] = "clipped"
-    """What is made of a token's ratio and advantage: a function in ``losses.py``, or one of the user's."""
+    """Loss of a token from its ratio and advantage: a function in ``losses.py``, or the user's."""
     ratio: Literal["token", "sequence"] = "token"
     """The ratio of each token's probabilities, or one for the sequence: the geometric mean of its tokens' ratios."""
     clip_low: float = 0.2

@@ -39,7 +39,7 @@ class TrainingSample:
     shared: int = 0
     """Tokens of prompt and response that it has in common with the sample before it, and that the pack holds once."""
     routing: Routing | None = None
-    """Of the first tokens of prompt and response, in the layers of this rank's stage."""
+    """Experts of the first prompt and response tokens, in the layers of this rank's stage."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[L], as in Completion, NaN where no server teaches this one; None where none teaches at all."""
 
@@ -47,7 +47,7 @@ class TrainingSample:
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
     """Lay samples back to back, each padded to a multiple of ``align``; what is left is one last segment of padding.
 
-    Of what samples have in common there is one segment, which those of their own parts go on from; each segment is
+    Samples that share tokens share one segment, from which the segments of their own parts go on; each segment is
     padded. The padding at the end repeats the pack's tokens, or counts up to ``pad_id`` in a pack without any. In a
     mixture equal tokens would all go to the same few experts, whose ranks might not have the memory for them.
 

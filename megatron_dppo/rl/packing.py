@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.families import Pieces, cut, single
+from megatron_dppo.rl.families import PrefixGroups, cut, single
 from megatron_dppo.rl.types import Floats, Ints
 
 GOOD_FILL, GOOD_IMBALANCE = 0.97, 1.05
@@ -81,10 +81,10 @@ class Packing:
     imbalance: float
     """Cost of the costliest rank over the mean of all."""
     cost: float = 0.0
-    """Of the costliest rank, its padding included."""
+    """Cost of the costliest rank, padding included."""
     shared: tuple[int, ...] = ()
-    """What each sequence has in common with the one before it in the same pack, which is there once; 0 at least for the
-    first of a pack."""
+    """Tokens that each sequence shares with the sequence before it in the same pack, stored once; 0 for the first of a
+    pack."""
     saved: int = 0
     """Tokens that need no slot, because other sequences share them."""
 
@@ -158,7 +158,7 @@ def pack_sequences(
     return min(map(pack, ways), key=lambda packing: packing.cost)
 
 
-def _ways_to_share(lengths: Ints, shared: Ints, most: int, align: int) -> list[Pieces]:
+def _ways_to_share(lengths: Ints, shared: Ints, most: int, align: int) -> list[PrefixGroups]:
     """Families whole where they fit, and cut to pieces that leave the packer more and more freedom."""
     if not shared.any():
         return []
@@ -172,7 +172,7 @@ def _ways_to_share(lengths: Ints, shared: Ints, most: int, align: int) -> list[P
 
 
 def _pack(
-    lengths: Ints, pieces: Pieces, *, ranks: int, most: int, unit: int, window: int, wanted: int, costs: CostModel
+    lengths: Ints, pieces: PrefixGroups, *, ranks: int, most: int, unit: int, window: int, wanted: int, costs: CostModel
 ) -> Packing:
     """The best packing of these pieces."""
     fewest = max(-(-int(pieces.slots.sum()) // (ranks * most)), wanted)
@@ -188,7 +188,7 @@ def _pack(
 
 
 def _dealt(
-    capacity: int, packs: list[list[int]], lengths: Ints, pieces: Pieces, costs: CostModel, ranks: int
+    capacity: int, packs: list[list[int]], lengths: Ints, pieces: PrefixGroups, costs: CostModel, ranks: int
 ) -> Packing:
     """A packing from packs of one capacity, shared out to the ranks."""
     work = pieces.sums(costs(lengths, pieces.shared))
@@ -252,7 +252,7 @@ def _tightest(slots: Ints, packs: int, window: int, unit: int, most: int) -> tup
 def _greedy(descending: list[int], capacity: int, window: int, most_packs: int) -> list[list[int]] | None:
     """Window-based greedy packing.
 
-    Of the ``window`` longest unpacked sequences, the longest that fits anywhere goes into the fullest pack that it
+    Among the ``window`` longest unpacked sequences, the longest that fits anywhere goes into the fullest pack that it
     fits; if none fits, the longest opens a pack. Then the window slides. This leaves the small sequences for the gaps.
 
     Args:

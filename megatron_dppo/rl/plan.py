@@ -20,7 +20,7 @@ from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import rule_named
 from megatron_dppo.rl.pruning.metrics import census, left_out, prune_metrics
-from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
+from megatron_dppo.rl.pruning.minibatch import PruningDraw, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
@@ -33,8 +33,8 @@ ARRAYS = [field.name for field in fields(StepMetadata) if field.name != "window"
 
 
 def plain_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
-    """Of a step's StepMetadata, all that says: groups of ``samples`` completions of one sequence each, which share
-    their prompt, without trees, roles and teachers. ``prompt_lengths`` are [Q]."""
+    """Default StepMetadata fields for groups of ``samples`` completions of one sequence each, which share their prompt,
+    without trees, roles and teachers. ``prompt_lengths`` are [Q]."""
     prompts, shape = len(prompt_lengths), (len(prompt_lengths), samples)
     return {
         "shared_lengths": prompts_shared(prompt_lengths, samples),
@@ -86,7 +86,7 @@ def plan_step(
         least_per_rank=config.layout.least_packs,
     )
     usable = mixed(metadata) if in_rounds(config.pruning) else np.arange(len(metadata.prompt_ids))
-    parts: list[tuple[StepMetadata, Pruned]] = []
+    parts: list[tuple[StepMetadata, PruningDraw]] = []
     packings: list[Packing] = []
     minibatches: list[MinibatchPlan] = []
     for groups, part, pruned in draw_minibatches(metadata, usable, config, objective, step):
@@ -113,7 +113,7 @@ def plan_step(
 
 def draw_minibatches(
     metadata: StepMetadata, usable: Ints, config: Config, objective: Objective, step: int
-) -> Iterator[tuple[Ints, StepMetadata, Pruned]]:
+) -> Iterator[tuple[Ints, StepMetadata, PruningDraw]]:
     """The minibatches of a step: the indices of each one's groups in ``metadata``, their metadata, and the draw.
 
     Args:
@@ -151,7 +151,7 @@ def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
     return StepMetadata(**arrays, window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)))
 
 
-def training_samples(part: StepMetadata, groups: Ints, pruned: Pruned) -> TrainingSamples:
+def training_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> TrainingSamples:
     """The completions that a minibatch keeps, or their sequences, each with the one factor of its token losses.
 
     Args:

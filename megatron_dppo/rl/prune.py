@@ -24,16 +24,16 @@ from megatron_dppo.rl.types import Bools, Floats
 
 
 class Kept(NamedTuple):
-    """What to train on. Arrays are [Q, G].
+    """Completions to train on. Arrays are [Q, G].
 
-    Of a group of one right and three wrong answers half the tokens may leave ``mask`` [[True, False, True, False]] and
+    For a group of one right and three wrong answers half the tokens may leave ``mask`` [[True, False, True, False]] and
     ``weights`` [[1, 0, 3, 0]].
     """
 
     mask: Bools
     """True for what is trained on. Groups of equal reward have no gradient, and are never."""
     weights: Floats
-    """What the loss of a completion is to be multiplied with; 0 for those that are not trained on."""
+    """Factor of a completion's loss; 0 for completions that are not trained on."""
 
 
 def prune(

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Purpose(IntEnum):
-    """What is drawn at random. Runs are reproducible by these numbers, so that a new one is added at the end."""
+    """Random draws. Runs are reproducible by these numbers, so that a new one is added at the end."""
 
     PROMPTS = 0
     """Which prompts of the window are rolled out."""
@@ -25,7 +25,7 @@ class Purpose(IntEnum):
     EVALUATION = 6
     """The same, for answering held-out problems; ``step`` is 0, so that all policies are given the same seeds."""
     ADAPTERS = 7
-    """What adapters begin with; ``step`` is a number of the adapter's name."""
+    """Initial weights of adapters; ``step`` is a number of the adapter's name."""
 
 
 def generator(seed: int, step: int, purpose: Purpose, again: int = 0) -> np.random.Generator:

@@ -4,8 +4,8 @@ A completion has one reward, one advantage for all of its tokens (or one for eac
 trained on together, or not at all. Its arrays hold them one after the other, and ``starts`` says where those after the
 first begin. Each of these begins with its whole context, which the policy was given, and sees nothing before it:
 
-    p p a a           a prompt of two tokens, and a completion  a a | c c c b  with ``starts`` (2,). Of its six tokens
-    c c c b           the policy has sampled three, and L = 3.
+    p p a a           a prompt of two tokens, and a completion  a a | c c c b  with ``starts`` (2,). The policy
+    c c c b           has sampled three of its six tokens, and L = 3.
 
 The loss is that of a completion of one sequence, over all sampled tokens: c and Z take L for the whole completion. So a
 completion that is cut where its context goes on, such that the second sequence repeats the first as its context, has
@@ -56,7 +56,7 @@ def spoken(completion: Completion) -> tuple[NDArray[np.int32], NDArray[np.bool_]
 
 
 def longest_response(prompt: int, completion: Completion) -> int:
-    """How many tokens more than a prompt of so many the longest sequence has: what the limit of a response limits."""
+    """Length of the longest sequence beyond a prompt of ``prompt`` tokens, which a response's limit bounds."""
     first, *further = sequences(completion)
     return max(first.stop, *(of.stop - of.start - prompt for of in further)) if further else first.stop
 
@@ -83,7 +83,8 @@ def alike(parts: Sequence[Ints]) -> list[Ints]:
 
 
 def spread(further: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
-    """The sequences of K completions, sorted by (group, sequence, completion): whose each is, and which of its own.
+    """Sort the sequences of K completions by (group, sequence, completion). Returns completion index and sequence
+    index.
 
     The first ones of a group stand together, so that they can share their prompt.
 
@@ -97,7 +98,7 @@ def spread(further: Ints, group: Ints, completion: Ints) -> tuple[Ints, Ints]:
 
 
 def malformed(prompt: int, completion: Completion, limit: int) -> str | None:
-    """What is wrong with a completion of several sequences, after a prompt of so many tokens; None: nothing."""
+    """Describe an error in a completion of several sequences after ``prompt`` tokens; None if valid."""
     if not completion.starts:
         return None
     bounds = (0, *completion.starts, len(completion.token_ids))

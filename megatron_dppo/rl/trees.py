@@ -50,7 +50,7 @@ Number = TypeVar("Number", np.int64, np.float64)
 ROUNDING = 1e-12
 """An advantage of this share of the rewards' spread is a rounding error of means, and zero."""
 DEVIATION_FLOOR, CLIP = 1e-8, 5.0
-"""Of BranchGRPO's normalisation."""
+"""BranchGRPO's normalisation: least deviation, bound on |A|."""
 
 
 def biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
@@ -215,11 +215,11 @@ def _of_nodes(slots: NDArray[Number], nodes: int) -> NDArray[Number]:
 
 
 BOOTSTRAP_DRAWS, LEVELS = 2000, (0.025, 0.975)
-"""Of the bootstrap over prompts, and of its intervals."""
+"""Bootstrap over prompts: draws, levels of the intervals."""
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class BootstrapInterval:
     value: float
     low: float
     high: float
@@ -281,7 +281,7 @@ class ForkStatistics:
         tree = 1.0 + (1.0 - of_rewards + of_rewards / children) / (roots - 1)
         return flat / (tree * (1.0 - within + within / children) * (1.0 - after + children * after))
 
-    def best(self, leaves: int) -> tuple[int, int, Interval]:
+    def best(self, leaves: int) -> tuple[int, int, BootstrapInterval]:
         """Roots, children and gain of the tree whose interval has the highest lower end.
 
         Trees have two roots and two children at least, and about as many leaves as asked.
@@ -300,7 +300,7 @@ def _share(between: Floats, within: Floats) -> Floats:
     return share
 
 
-def interval(of: Callable[[Ints], Floats], prompts: int) -> Interval:
+def interval(of: Callable[[Ints], Floats], prompts: int) -> BootstrapInterval:
     """A figure of all prompts, with its interval.
 
     Args:
@@ -309,7 +309,7 @@ def interval(of: Callable[[Ints], Floats], prompts: int) -> Interval:
     """
     draws = np.random.default_rng(0).integers(0, prompts, (BOOTSTRAP_DRAWS, prompts))
     low, high = np.nanquantile(of(draws), LEVELS)
-    return Interval(float(of(np.arange(prompts))), float(low), float(high))
+    return BootstrapInterval(float(of(np.arange(prompts))), float(low), float(high))
 
 
 def variance_parts(paths: Floats, responses: Floats, prompts: Floats) -> tuple[Floats, Floats]:

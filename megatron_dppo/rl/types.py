@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.census import Census
+from megatron_dppo.rl.census import PruningStats
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -22,9 +22,9 @@ Routing = NDArray[np.unsignedinteger[Any]]
 Forks = NDArray[np.void]
 """[…, B], of dtype :data:`FORK`: the path of a completion at each of the B levels of forks of ``rollout.tree``."""
 FORK = np.dtype([("at", np.int64), ("norm", np.float64), ("logprob", np.float64), ("weight", np.float64)])
-"""``at``: after how many tokens of the response the path forks; all of them where it ended before. ``norm``,
-``logprob``: of the segment that begins there, its score's and its own. ``weight``: of the branch that it takes there,
-1/(the probability with which it was generated), and 0 where it was not; see ``rl/trees.py``."""
+"""``at``: tokens of the response before the fork; all of them if the path ended before. ``norm``, ``logprob``: score
+norm and log-probability of the segment that starts there. ``weight``: 1/(the probability with which its branch was
+generated), and 0 if it was not generated; see ``rl/trees.py``."""
 Roles = NDArray[np.void]
 """[…, R], of dtype :data:`ROLE`: what each of ``rollout.roles`` had of a conversation."""
 ROLE = np.dtype([("reward", np.float64), ("tokens", np.int64), ("norm", np.float64)])
@@ -95,7 +95,7 @@ class RoutingShape:
 
 
 def unknown_expert(dtype: np.dtype[Any]) -> int:
-    """What stands for the experts of a token whose routing is not known."""
+    """Placeholder for the experts of a token whose routing is unknown."""
     return int(np.iinfo(dtype).max)
 
 
@@ -118,8 +118,8 @@ class Completion:
     """In order; the counts sum to L."""
     finish_reason: Literal["stop", "length"]
     routing: Routing | None = None
-    """Of the first tokens of prompt and response, in all layers: P + L − 1 of them (no engine reads the last one), or
-    fewer where the policy read less. None where it was not asked for."""
+    """Experts of the first P + L − 1 tokens of prompt and response, in all layers (no engine reads the last token), or
+    of fewer if the policy read less. None if not requested."""
     forks: tuple[int, ...] = ()
     """In a tree: after how many tokens the path to this leaf has forked, at each level; L where it ended before. The
     group has all its leaves in order, and a path that ended early in the place of each leaf that it stands for."""
@@ -142,7 +142,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a verifier said of one completion.
+    """Verdict of a verifier on one completion.
 
         Score(reward=1.0, correct=True, answer="5.0", by=("number",))
 
@@ -220,7 +220,7 @@ class StepMetadata:
     """[Q, G], a proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², p_t the engine's; ones without these."""
     log_ratios: Floats
     """[Q, G, 2], mean and deviation over a completion's tokens of log q/p, the teacher's to the engine's probability of
-    each, weighted by (1 − p_t)². Of a teacher whose whole distribution is compared it is not known yet, and taken for
+    each, weighted by (1 − p_t)². For a teacher whose whole distribution is compared it is not known yet, and taken for
     (0, 1); (0, 0): none teaches."""
     teacher: Ints
     """[Q], whose whole distribution is compared: a place among ``loss.distillation.models``; −1: nobody's."""
@@ -332,8 +332,8 @@ class StepPlan:
     metrics: Mapping[str, float]
     """``prune/…`` and ``pack/…``, computed where the numbers are known."""
     notes: tuple[str, ...] = ()
-    """What the log has to say in words: a biased rule, an estimated normaliser, a step that kept nothing."""
-    census: Census | None = None
+    """Messages for the log: a biased rule, an estimated normaliser, a step that kept nothing."""
+    census: PruningStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """From selected prompts to scored groups: each rank generates and scores its own share, and holds on to those tokens.
 
-What the planner needs of them, lengths and rewards and no tokens, is gathered on every rank. Asking and waiting are two
-calls, so that servers can be at work while the trainer is.
+Metadata for the planner, lengths and rewards and no tokens, is gathered on every rank. Requesting and waiting are two
+calls, so that servers can work while the trainer does.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.sequences import check_sequences, longest_response
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
-from megatron_dppo.rollout.engine import Progress, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import PartialRollouts, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
-from megatron_dppo.rollout.scoring import Answers, Failures, GroupScoring, check_failures
-from megatron_dppo.rollout.step_rollouts import Collected, Request, StepRollouts
-from megatron_dppo.rollout.teachers import Reading, TeacherServers
+from megatron_dppo.rollout.scoring import Failures, GroupScoring, ScoredCompletions, check_failures
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, Request, StepRollouts
+from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What one rank tells the others of its share."""
+class _RankSummary:
+    """Metadata and counts of one rank's share."""
 
     metadata: StepMetadata
     raw_reward: float
@@ -53,14 +53,14 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RolloutBatch:
     """The rollouts of one selection, seen from one rank. A step has several where prompts that are of no use are
     replaced."""
 
     groups: Sequence[Group]
-    """Of this rank."""
-    parts: Sequence[_Part]
-    """Of all ranks, in their order."""
+    """Groups of this rank."""
+    parts: Sequence[_RankSummary]
+    """Parts of all ranks, in their order."""
     window: float
     """The candidates that the round's prompts stand for."""
 
@@ -114,7 +114,7 @@ class Collector:
             rollouts.partial, rollouts.requested = so_far, None
         return progress is not None
 
-    def finish(self, rollouts: StepRollouts) -> Round:
+    def finish(self, rollouts: StepRollouts) -> RolloutBatch:
         """Wait for what was requested, and score it. Collective.
 
         Raises:
@@ -123,7 +123,9 @@ class Collector:
         selection, requested = rollouts.selection, rollouts.requested
         assert requested is not None
         total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
-        answers = self._read(requested) if isinstance(requested, Answers) else self.answers(requested, of_all=total)
+        answers = (
+            self._read(requested) if isinstance(requested, ScoredCompletions) else self.answers(requested, of_all=total)
+        )
         rollout = self._config.rollout
         if rollout.conversation or rollout.custom_generate or rollout.engine_function:  # others make one sequence
             look = partial(check_sequences, self._config, answers.prompts, answers.completions)
@@ -137,9 +139,9 @@ class Collector:
         groups, part = self._share(answers, selection.inclusion[self._mine(selection)])
         parts = self._world.gather(part)
         check_failures(self._config.reward, [each.failures for each in parts], total)
-        return Round(groups, parts, _window_left(selection.window, parts))
+        return RolloutBatch(groups, parts, _window_left(selection.window, parts))
 
-    def collected(self, rounds: Sequence[Round]) -> Collected:
+    def collected(self, rounds: Sequence[RolloutBatch]) -> CompleteRollouts:
         """All that a step has rolled out, with its metrics. Not collective."""
         groups = [group for each in rounds for group in each.groups]
         parts = [part for each in rounds for part in each.parts]
@@ -149,7 +151,7 @@ class Collector:
         notes = dict.fromkeys(text for p in parts for text in p.failures.tracebacks)
         if any(p.failed_groups for p in parts):
             notes["groups whose scoring failed left their step; the rest stands for the window"] = None
-        return Collected(held, metadata, self._metrics(parts, metadata), tuple(notes))
+        return CompleteRollouts(held, metadata, self._metrics(parts, metadata), tuple(notes))
 
     def close(self) -> None:
         """Let go of the servers that teach. Not collective."""
@@ -172,7 +174,7 @@ class Collector:
         seed: int,
         routing: RoutingShape | None = None,
         branches: tuple[BranchConfig, ...] = (),
-        progress: Progress | None = None,
+        progress: PartialRollouts | None = None,
     ) -> Request:
         """Have the engine begin with completions of this rank's prompts (there may be none), or go on with them."""
         sampling = Sampling(
@@ -188,7 +190,7 @@ class Collector:
             return Request(prompts, self._engine.go_on(prompts, sampling, progress))
         return Request(prompts, self._engine.begin(prompts, sampling))
 
-    def answers(self, asked: Request, *, of_all: int) -> Answers:
+    def answers(self, asked: Request, *, of_all: int) -> ScoredCompletions:
         """Wait for the completions of this rank's prompts, and have them scored, and read, as they come. Collective.
 
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
@@ -196,7 +198,7 @@ class Collector:
         """
         most_failures = math.floor(self._config.reward.max_failures * of_all)
         scoring = GroupScoring(self.workers, self._tokenizer, asked.prompts, most_failures)
-        reading = Reading(self._teachers, asked.prompts)
+        reading = TeacherQuery(self._teachers, asked.prompts)
 
         def look(complete: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
             groups = list(complete)
@@ -211,14 +213,14 @@ class Collector:
             raise
         return self._read(self._world.together(lambda: scoring.finish(completions), what="scores"), reading)
 
-    def _read(self, answers: Answers, begun: Reading | None = None) -> Answers:
+    def _read(self, answers: ScoredCompletions, begun: TeacherQuery | None = None) -> ScoredCompletions:
         """The answers as their teachers have read them; what has been ``begun`` of that is gone on with. Collective."""
         if self._teachers is None:
             return answers
-        reading = begun or Reading(self._teachers, answers.prompts)
+        reading = begun or TeacherQuery(self._teachers, answers.prompts)
         return replace(answers, completions=reading.finish(answers.completions, self._world))
 
-    def _check_routing(self, answers: Answers) -> None:
+    def _check_routing(self, answers: ScoredCompletions) -> None:
         """Only a conversation that puts its completion together by itself can leave it out."""
         if any(completion.routing is None for group in answers.completions for completion in group):
             rollout = self._config.rollout
@@ -226,7 +228,7 @@ class Collector:
             remedy = f"Have {rollout.conversation or rollout.engine} return its turns as client.generate returned them"
             raise UserError("loss.replay_routing", self._config.loss.replay_routing, problem, remedy)
 
-    def _check_forks(self, answers: Answers) -> None:
+    def _check_forks(self, answers: ScoredCompletions) -> None:
         """Only an engine that does not know of trees leaves them out."""
         rollout = self._config.rollout
         levels = len(rollout.tree.branches)
@@ -235,7 +237,7 @@ class Collector:
             remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
-    def _check_roles(self, answers: Answers) -> None:
+    def _check_roles(self, answers: ScoredCompletions) -> None:
         roles, function = self._config.rollout.roles, self._config.reward.function
         if any(completion.roles is None for group in answers.completions for completion in group):
             problem = "want to know who said what, and a completion came without"
@@ -245,7 +247,7 @@ class Collector:
             problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
             raise UserError("reward.function", function, problem, "Call roles as they are called there")
 
-    def _share(self, answers: Answers, inclusions: Floats) -> tuple[list[Group], _Part]:
+    def _share(self, answers: ScoredCompletions, inclusions: Floats) -> tuple[list[Group], _RankSummary]:
         rollout = self._config.rollout
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         of_roles: list[Floats] = []
@@ -266,7 +268,7 @@ class Collector:
                 by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
                 of_roles.append(np.array(by_role) + penalty[:, None])
         branches = rollout.tree.branches
-        part = _Part(
+        part = _RankSummary(
             metadata=metadata_of(
                 groups,
                 np.array(inclusion),
@@ -296,7 +298,7 @@ class Collector:
         lengths = [longest_response(len(prompt.token_ids), completion) for completion in completions]
         return soft_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
-    def _metrics(self, parts: Sequence[_Part], metadata: StepMetadata) -> dict[str, float]:
+    def _metrics(self, parts: Sequence[_RankSummary], metadata: StepMetadata) -> dict[str, float]:
         lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
@@ -318,13 +320,13 @@ class Collector:
         }
 
 
-def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> Answers:
+def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> ScoredCompletions:
     groups = [offline[prompt.id] for prompt in prompts]
     scores: list[list[Score | None]] = [list(group.scores) for group in groups]
-    return Answers(prompts, [group.completions for group in groups], [], scores, Failures(0, 0, ()))
+    return ScoredCompletions(prompts, [group.completions for group in groups], [], scores, Failures(0, 0, ()))
 
 
-def _window_left(window: int, parts: Sequence[_Part]) -> float:
+def _window_left(window: int, parts: Sequence[_RankSummary]) -> float:
     """N without the prompts whose scoring failed: the share of the window that the others stand for, by their 1/π.
 
     A ratio, not N less what failed: 1/π of the kept sums to N in expectation only, and the difference could reach zero.

@@ -43,19 +43,18 @@ from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 from megatron_dppo.rollout.conversation_checks import UnusableError, check_completion, check_ids, check_roles
 
 Part = Completion | Sequence[int] | NDArray[np.integer]
-"""What the policy said, as :meth:`Client.generate` returned it; or token ids that it was given to read."""
+"""The policy's turn, as :meth:`Client.generate` returned it; or token ids that it was given to read."""
 Turn = Part | tuple[str, Completion]
 """With ``rollout.roles`` what the policy said stands behind its role."""
 
 
 class Client(Protocol):
-    """What one conversation generates with: a server that holds the policy, or the local engine, and how the run
-    samples."""
+    """Client of one conversation, with the run's sampling: a server that holds the policy, or the local engine."""
 
     tokenizer: Any
     """Hugging Face's, of the policy."""
     max_tokens: int
-    """Of the response, with all its turns. What is longer is cut off, and counts as truncated."""
+    """Limit of the response, with all its turns. A longer response is cut off, and counts as truncated."""
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
@@ -93,7 +92,7 @@ class ConversationFunction:
     """The setting's value."""
     function: Callable[[Any, Prompt], Awaitable[Returned]]
     remedy: str
-    """What to do where it returns what cannot be trained on."""
+    """Remedy for a return value that cannot be trained on."""
     roles: Sequence[str] = ()
     """``rollout.roles``."""
     vocabulary: int = 1 << 31
@@ -166,8 +165,8 @@ def load_coroutine(setting: str, spec: str, parameters: Sequence[str]) -> Callab
 def joined(turns: Iterable[Part]) -> Completion:
     """One completion of several turns. It ends as the last of the policy's turns did.
 
-    Tokens that the policy was given count as the version of the turn after them, or of the last turn. What a token's
-    routing was, the first turn says that has read it.
+    Tokens that the policy was given count as the version of the turn after them, or of the last turn. A token's
+    routing is that of the first turn that has read it.
     """
     parts: list[Completion] = []
     spans: list[VersionSpan] = []

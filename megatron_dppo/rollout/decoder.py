@@ -83,8 +83,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Read tokens into rows of a cache. Each attends to itself and to its row before it.
 
-        What comes after a row's last real token is padding. It is written past the row's end, where the next real
-        tokens are written over it.
+        Padding follows a row's last real token. It is written past the row's end, where the next real tokens are
+        written over it.
 
         Args:
             cache: of :meth:`new_cache`.
@@ -229,8 +229,8 @@ def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
-    """Rows leave a batch: the last of those that stay move into the places of those that go.
+class RowCompaction:
+    """Rows leave a batch: surviving tail rows fill the freed places.
 
     Only as many rows are copied as leave, so that it pays at once, even for a single row.
     """
@@ -242,7 +242,7 @@ class Departure:
     remaining: int
 
     @classmethod
-    def of(cls, leaves: NDArray[np.bool_], device: torch.device) -> Departure:
+    def of(cls, leaves: NDArray[np.bool_], device: torch.device) -> RowCompaction:
         """The departure of the rows where ``leaves`` ([rows], on the host) is true; rows are on the device."""
         remaining = len(leaves) - int(leaves.sum())
         moves = np.stack([np.flatnonzero(leaves[:remaining]), np.flatnonzero(~leaves[remaining:]) + remaining])
@@ -281,7 +281,7 @@ class RolloutCache:
         span = slice(first, first + len(sources))
         self._stored[:, :, span, :, :width] = self._stored[:, :, sources, :, :width]
 
-    def depart(self, departure: Departure, width: int) -> None:
+    def depart(self, departure: RowCompaction, width: int) -> None:
         """Let rows leave, of which none has read more than ``width`` positions."""
         if len(departure.vacant):
             moved = self._stored[:, :, departure.movers, :, :width]

@@ -1,8 +1,8 @@
 """Continuous decoding: stems wait for room in a batch, their continuations leave it as they end, and others follow.
 
 Tokens are drawn and written on the device. The host looks at them when it wants to know who has ended: at every token
-on a CPU, where that costs nothing, and every few tokens on a GPU, which it would keep waiting. What a row has generated
-past its end by then is cut off.
+on a CPU, where that costs nothing, and every few tokens on a GPU, which it would keep waiting. Tokens that a row has
+generated past its end by then are cut off.
 
 Which token a completion takes at a position depends on one uniform number, its own.
 """
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from megatron_dppo.process.progress import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
-from megatron_dppo.rollout.decoder import Decoder, Departure, without_waiting
+from megatron_dppo.rollout.decoder import Decoder, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.routers import Routers
-from megatron_dppo.rollout.tree import Entropies, Stem, wants_entropies
+from megatron_dppo.rollout.tree import Entropies, Prefix, wants_entropies
 
 Part = tuple[Completion, Entropies | None]
-"""What was decoded after a stem, and where they are asked for the entropies of its tokens."""
+"""Completion decoded after a stem, and its tokens' entropies if they are requested."""
 PREFILL_TOKENS = 16384
 """Most tokens of stems that are read at once, padding included."""
 ROUND = {"cpu": 1, "cuda": 16}
@@ -50,7 +50,7 @@ class Decoding:
         self,
         decoder: Decoder,
         routers: Routers,
-        stems: Sequence[Stem],
+        stems: Sequence[Prefix],
         sampling: Sampling,
         *,
         most_rows: int,
@@ -153,7 +153,7 @@ class Decoding:
         ended = seen[:, ENDED] != 0
         last = seen[~ended, POSITION].max(initial=-1)
         if ended.any():
-            departure = Departure.of(ended, rows.device)
+            departure = RowCompaction.of(ended, rows.device)
             departure.apply(rows)
             self._cache.depart(departure, self._reach)
             self._active = departure.remaining
@@ -197,7 +197,7 @@ class Decoding:
         return without_waiting(array, self._rows.device)
 
 
-def uniforms_of(stems: Sequence[Stem], sampling: Sampling, width: int) -> NDArray[np.float64]:
+def uniforms_of(stems: Sequence[Prefix], sampling: Sampling, width: int) -> NDArray[np.float64]:
     """[rows, width], of the continuations of each stem in turn; 0 past their ends and for greedy decoding.
 
     A token's uniform is that of its leaf and its place in the response, also where its path began after a fork.

@@ -1,4 +1,4 @@
-"""What a generating engine does for the trainer. ``local`` is one; servers behind HTTP are the others."""
+"""Interface of a generating engine. ``local`` is one; servers behind HTTP are the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Completions = list[tuple[Completion, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class SoFar:
+class PartialRollout:
     """A completion that was there, if only in part, as its prompt was broken off."""
 
     slot: int
@@ -31,10 +31,10 @@ class SoFar:
     ended: bool
 
 
-Progress = Mapping[int, Sequence[SoFar]]
+PartialRollouts = Mapping[int, Sequence[PartialRollout]]
 """How far prompts are, by their ids; what has no token yet is left out."""
 
-Look = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
+GroupCallback = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
 """Takes groups that are complete while others are waited for, each with the place of its prompt, and says whether it is
 still at work on them."""
 
@@ -54,7 +54,7 @@ class Sampling:
     seed: int
     """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be seeded."""
     routing: RoutingShape | None = None
-    """Of what the engine is to say about its choice of experts; None: nothing."""
+    """Shape of the routing that the engine reports; None: no routing."""
     branches: tuple[BranchConfig, ...] = ()
     """Where completions fork, level by level: the ``samples`` are then the leaves of a tree (see ``rollout/tree.py``).
     Empty: each is sampled by itself."""
@@ -88,7 +88,7 @@ class RolloutEngine(Protocol[Pending]):
         """
         ...
 
-    def finish(self, pending: Pending, look: Look | None = None) -> Completions:
+    def finish(self, pending: Pending, look: GroupCallback | None = None) -> Completions:
         """Wait for what was begun. Collective: if it fails on one rank, it fails on all of them.
 
         Args:
@@ -98,14 +98,14 @@ class RolloutEngine(Protocol[Pending]):
         """
         ...
 
-    def break_off(self, pending: Sequence[Pending]) -> list[Progress] | None:
+    def break_off(self, pending: Sequence[Pending]) -> list[PartialRollouts] | None:
         """Break off all that was begun and is not finished, and say how far it is: what a checkpoint is to hold of it.
         None: it cannot be broken off, and is to be finished. Collective."""
         return None
 
-    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> Pending:
-        """As ``begin``, from where this or another engine was broken off. One that begins all of it anew is right, too:
-        it is those alone that were not finished which must not be."""
+    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: PartialRollouts) -> Pending:
+        """Resume partial rollouts of this or another engine, as ``begin``. Restarting all of them is right, too; never
+        restart only the unfinished ones."""
         return self.begin(prompts, sampling)
 
     def pause(self) -> None:
@@ -136,8 +136,8 @@ class RolloutEngine(Protocol[Pending]):
         ...
 
     def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
-        """What happened since the last call: ``rollout/…`` and ``perf/…`` metrics, the same on every rank, and words
-        for the log. Collective."""
+        """Events since the last call: ``rollout/…`` and ``perf/…`` metrics, the same on every rank, and messages for
+        the log. Collective."""
         ...
 
     def close(self) -> None:

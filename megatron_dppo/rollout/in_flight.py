@@ -23,8 +23,8 @@ from megatron_dppo.bridge.checkpoint_folder import damaged
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
-from megatron_dppo.rollout.engine import Progress, SoFar
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.engine import PartialRollout, PartialRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 
 FOLDER = "rollouts"
 _STEP = "step.npz"
@@ -51,9 +51,9 @@ def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) ->
 
 
 def read_in_flight(place: Path, pool: Sequence[Prompt], world: World, step: int) -> list[StepRollouts]:
-    """What a checkpoint holds of the next steps, in their order. Collective.
+    """Read a checkpoint's rollouts of the next steps, in their order. Collective.
 
-    Ranks keep their groups where there are as many of them as there were; else every rank takes each n-th.
+    If the number of ranks is unchanged, ranks keep their groups; else every rank takes each n-th.
 
     Args:
         place: the checkpoint.
@@ -103,7 +103,7 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
         return held
 
     held = world.together(mine, what="rollouts in the checkpoint")
-    rollouts.complete = Collected(held, metadata, words["metrics"], tuple(words["notes"]))
+    rollouts.complete = CompleteRollouts(held, metadata, words["metrics"], tuple(words["notes"]))
     return rollouts
 
 
@@ -134,20 +134,20 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
     return {"rows": np.array(list(held), np.int64), **_packed(completions)}
 
 
-def _parts(so_far: Progress) -> dict[str, np.ndarray]:
+def _parts(so_far: PartialRollouts) -> dict[str, np.ndarray]:
     """Completions so far, one after the other, each with its prompt, its slot, its length, and whether it has ended."""
     listed = [(prompt, one) for prompt, each in so_far.items() for one in each]
     places = [(prompt, one.slot, len(one.completion.token_ids), one.ended) for prompt, one in listed]
     return {"places": np.array(places, np.int64).reshape(-1, 4), **_packed([one.completion for _, one in listed])}
 
 
-def _so_far(stored: dict[str, Any], share: set[int]) -> Progress:
-    """What a file of ``_parts`` has of some prompts, by their ids."""
-    found: dict[int, list[SoFar]] = {}
+def _so_far(stored: dict[str, Any], share: set[int]) -> PartialRollouts:
+    """Partial rollouts of some prompts, by their ids, from a file of ``_parts``."""
+    found: dict[int, list[PartialRollout]] = {}
     completions = _completions(stored, stored["places"][:, 2])
     for (prompt, slot, _, ended), completion in zip(stored["places"].tolist(), completions, strict=True):
         if prompt in share:
-            found.setdefault(prompt, []).append(SoFar(slot, completion, bool(ended)))
+            found.setdefault(prompt, []).append(PartialRollout(slot, completion, bool(ended)))
     return found
 
 

@@ -19,15 +19,15 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.decoder import Decoder, empty_model
 from megatron_dppo.rollout.decoding import Decoding, Part
-from megatron_dppo.rollout.engine import Completions, Look, RolloutEngine, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.routers import Routers
-from megatron_dppo.rollout.tree import Stem, TreePath, forks_of, grown, leaves_of, root_of
+from megatron_dppo.rollout.tree import Prefix, TreePath, forks_of, grown, leaves_of, root_of
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
-    """What came of asking: the groups, or why there are none."""
+class GenerationResult:
+    """Result of a request: the groups, or the reason for their absence."""
 
     groups: Completions
     failure: Exception | None = None
@@ -38,7 +38,7 @@ class Generated:
         return self.groups
 
 
-class LocalEngine(RolloutEngine[Generated]):
+class LocalEngine(RolloutEngine[GenerationResult]):
     """A rollout engine on one device of this process. It generates when it is asked, before ``begin`` returns.
 
     Args:
@@ -114,11 +114,11 @@ class LocalEngine(RolloutEngine[Generated]):
         self._decoder.weights_changed()
         self._version = version
 
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Generated:
-        """See the protocol. The same call gives the same bits. What fails here is raised by ``finish``."""
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> GenerationResult:
+        """See the protocol. The same call gives the same bits. Failures are raised by ``finish``."""
         return self._attempt(prompts, sampling, self._conversations)
 
-    def finish(self, pending: Generated, look: Look | None = None) -> Completions:
+    def finish(self, pending: GenerationResult, look: GroupCallback | None = None) -> Completions:
         """All was generated when ``begin`` returned: there is nothing to look at in between.
 
         Raises:
@@ -137,11 +137,11 @@ class LocalEngine(RolloutEngine[Generated]):
 
     def _attempt(
         self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
-    ) -> Generated:
+    ) -> GenerationResult:
         try:
-            return Generated(self._generate(prompts, sampling, conversations))
+            return GenerationResult(self._generate(prompts, sampling, conversations))
         except Exception as error:
-            return Generated([], error)
+            return GenerationResult([], error)
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
@@ -174,7 +174,7 @@ class LocalEngine(RolloutEngine[Generated]):
         return [leaves_of(tree, branches) for tree in trees]
 
     @torch.inference_mode()
-    def _continue(self, stems: Sequence[Stem], sampling: Sampling, version: int) -> list[list[Part]]:
+    def _continue(self, stems: Sequence[Prefix], sampling: Sampling, version: int) -> list[list[Part]]:
         """The continuations of each stem."""
         decoding = Decoding(self._decoder, self._routers, stems, sampling, most_rows=self._max_batch)
         decoding.run()
@@ -182,7 +182,7 @@ class LocalEngine(RolloutEngine[Generated]):
 
 
 def _weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What is to be filled, under the stream's names.
+    """Parameters to fill, under the stream's names.
 
     Tied embeddings are one parameter here, under the name of the embedding. The experts of a layer are two parameters,
     of which each expert's tensors are views.

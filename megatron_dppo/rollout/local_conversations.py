@@ -27,12 +27,12 @@ from megatron_dppo.rollout.conversation_checks import check_ids
 from megatron_dppo.rollout.decoding import Part
 from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.environment import conversation_of
-from megatron_dppo.rollout.tree import Stem
+from megatron_dppo.rollout.tree import Prefix
 
-Continue = Callable[[Sequence[Stem], Sampling], list[list[Part]]]
+Continue = Callable[[Sequence[Prefix], Sampling], list[list[Part]]]
 """The engine's: it continues each stem for each of its slots."""
 Place = tuple[int, int]
-"""Of a conversation: of its prompt among those that are asked together, and of the completion among the prompt's."""
+"""Indices of a conversation: of its prompt among those requested together, and of the completion for the prompt."""
 AGAIN_S = 0.3
 """Before a conversation that was given up, perhaps because a tool is down, is had again."""
 TURN = 1 << 60
@@ -44,8 +44,8 @@ completion without a conversation is, and each with luck of its own, also where 
 class _Request:
     """A turn that is asked for."""
 
-    stem: Stem
-    """Of this conversation alone."""
+    stem: Prefix
+    """Prefix of this conversation alone."""
     stops: tuple[int, ...]
     turn: asyncio.Future[Completion]
 
@@ -58,7 +58,7 @@ class LocalClient:
     max_tokens: int
     prompt: Prompt
     number: int
-    """Of the completion among those of its prompt."""
+    """Index of the completion for its prompt."""
     sampling: Sampling
     ask: Callable[[_Request], None]
     vocabulary: int
@@ -78,7 +78,7 @@ class LocalClient:
             turn = joined([])
         else:
             own = replace(self.prompt, id=self.prompt.id + self.asked * TURN, token_ids=np.array(context, np.int32))
-            stem = Stem(own, (self.number,), limit=limit)
+            stem = Prefix(own, (self.number,), limit=limit)
             stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
             self.asked += 1
             request = _Request(stem, stops, asyncio.get_running_loop().create_future())
@@ -251,7 +251,7 @@ def _ended(task: asyncio.Task[Completion]) -> bool:
 
 
 def local_conversations(config: Config) -> LocalConversations | None:
-    """What has the conversations of a run with the local engine; None where a completion is one continuation.
+    """Conversations of a run with the local engine; None if a completion is one continuation.
 
     Raises:
         UserError: the function cannot be found or imported, or cannot be called as it would be.

@@ -1,4 +1,4 @@
-"""What the planner has to know of groups: arrays of lengths, rewards and norms, and no tokens."""
+"""Metadata of groups for the planner: arrays of lengths, rewards and norms, and no tokens."""
 
 from __future__ import annotations
 

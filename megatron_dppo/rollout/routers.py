@@ -69,7 +69,7 @@ class RoutingRecord:
         self._read[continuations, tokens] = self._routers.take().unflatten(0, tokens.shape)
 
     def of_rows(self, lengths: Sequence[int]) -> list[Routing]:
-        """Of each continuation's stem, and of itself but for its last token, which is never read."""
+        """Routing of each stem and continuation, without a continuation's last token, which is never read."""
         assert self._read is not None
         read = self._read.cpu().numpy()
         return [

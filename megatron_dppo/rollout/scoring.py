@@ -20,7 +20,7 @@ from megatron_dppo.rollout.engine import Completions
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """What a rank tells of scoring that failed."""
+    """Scoring failures of one rank."""
 
     timeouts: int
     errors: int
@@ -29,7 +29,7 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ScoredCompletions:
     """One rank's completions with what the verifier said of them, of P prompts."""
 
     prompts: Sequence[Prompt]
@@ -64,7 +64,7 @@ class GroupScoring:
     def look(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
         """Take groups that are complete, and go on with those that are there; waits for nothing.
 
-        What fails here is raised by ``finish``: ranks that wait for rollouts must not miss one another.
+        Failures are raised by ``finish``: ranks that wait for rollouts must not miss one another.
         """
         if self._failure is not None:
             return False
@@ -76,7 +76,7 @@ class GroupScoring:
             self._failure = error
             return False
 
-    def finish(self, completions: Completions) -> Answers:
+    def finish(self, completions: Completions) -> ScoredCompletions:
         """Score what is left.
 
         Args:
@@ -94,7 +94,7 @@ class GroupScoring:
         given = iter(scored.scores)
         scores = {place: [next(given) for _ in texts] for place, texts in self._texts.items()}
         places = range(len(completions))
-        return Answers(
+        return ScoredCompletions(
             self._prompts,
             completions,
             [self._texts[place] for place in places],

@@ -11,8 +11,8 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.rl.sequences import check_settings
 from megatron_dppo.rl.types import Group, Prompt, Selection, StepMetadata
-from megatron_dppo.rollout.engine import Progress
-from megatron_dppo.rollout.scoring import Answers
+from megatron_dppo.rollout.engine import PartialRollouts
+from megatron_dppo.rollout.scoring import ScoredCompletions
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CompleteRollouts:
     """A step's complete rollouts, seen from one rank."""
 
     held: dict[int, Group]
     """The groups whose tokens this rank has, by row of ``metadata``."""
     metadata: StepMetadata
-    """Of all ranks."""
+    """Metadata of all ranks."""
     metrics: dict[str, float]
     """``rollout/…`` and ``reward/…``, the same on every rank."""
     notes: tuple[str, ...]
@@ -39,7 +39,7 @@ class Collected:
 
 @dataclass(slots=True)
 class StepRollouts:
-    """What a run has of a step's rollouts, seen from one rank.
+    """Rollouts of a step, seen from one rank.
 
         StepRollouts(Selection(...), step=4)
 
@@ -48,14 +48,14 @@ class StepRollouts:
     """
 
     selection: Selection
-    """Of all ranks."""
+    """Selection of all ranks."""
     step: int
     """That is to train on them."""
-    partial: Progress | None = None
+    partial: PartialRollouts | None = None
     """How far this rank's prompts were when they were broken off."""
-    requested: Request | Answers | None = None
+    requested: Request | ScoredCompletions | None = None
     """This rank's share; offline rollouts are answers already."""
-    complete: Collected | None = None
+    complete: CompleteRollouts | None = None
 
     @property
     def under_way(self) -> bool:
@@ -89,7 +89,7 @@ class StepRollouts:
         )
 
     @staticmethod
-    def _complete_fits(rollouts: Collected, config: Config, oldest: int, routed: bool) -> bool:
+    def _complete_fits(rollouts: CompleteRollouts, config: Config, oldest: int, routed: bool) -> bool:
         known, rollout, teaching = rollouts.metadata, config.rollout, config.loss.distillation
         if (several := known.further_lengths.shape[2]) > 0:
             check_settings(config, 1 + several)

@@ -1,8 +1,8 @@
 """Servers that teach: how likely the tokens of completions are to them, asked as soon as a group is complete.
 
 A stock SGLang or vLLM server tells the log-probabilities of a text that it is given, token by token, at temperature 1.
-It gets token ids and no text, and every log-probability comes back with the id that it is of. What the ids mean is
-compared once, before the first step: both tokenizers have to read the whole vocabulary alike.
+It gets token ids and no text, and every log-probability comes back with the id that it is of. The meaning of the
+ids is compared once, before the first step: both tokenizers have to read the whole vocabulary alike.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TeacherServer:
     sglang: bool
     """Whether it is SGLang; else it is vLLM."""
     tokens: int
-    """Of the vocabulary that it shares with the policy."""
+    """Size of the vocabulary shared with the policy."""
 
     def question(self, prompt: NDArray[np.int32], response: NDArray[np.int32]) -> tuple[str, dict[str, Any]]:
         """Path and body of a question about a response's tokens."""
@@ -118,10 +118,10 @@ class TeacherServers:
         return self._http.start(readable(server.url, self._read_all(server, prompt, completion)))
 
     def answer(self, url: str, asked: Future[T]) -> T:
-        """What a server has said.
+        """Await a server's answer.
 
         Raises:
-            UserError: it has not.
+            UserError: the server failed.
         """
         try:
             return asked.result()
@@ -152,7 +152,7 @@ class TeacherServers:
         return server
 
     async def _read_all(self, server: TeacherServer, prompt: Prompt, completion: Completion) -> NDArray[np.float32]:
-        """Of the first token of a further sequence nothing is known, and nothing is wanted: it was not sampled."""
+        """A further sequence's first token was not sampled: its log-probability is unknown and unused."""
         said = np.zeros(len(completion.token_ids), np.float32)
         asked = [prompt_and_response(prompt.token_ids, completion, k) for k in range(len(sequences(completion)))]
         reading = (self._read(server, before, completion.token_ids[of]) for before, of in asked)
@@ -163,7 +163,7 @@ class TeacherServers:
     async def _read(
         self, server: TeacherServer, prompt: NDArray[np.int32], response: NDArray[np.int32]
     ) -> NDArray[np.float32]:
-        """A server that has died may come back, and is asked again. What it refuses it would refuse again."""
+        """A server that has died may come back, and is asked again. A refusal is final."""
         path, body = server.question(prompt, response)
         async with self._room:
             until = time.monotonic() + self._timeout_s
@@ -180,7 +180,7 @@ class TeacherServers:
                     await asyncio.sleep(ASK_AGAIN_S)
 
 
-class Reading:
+class TeacherQuery:
     """Completions of one rank's prompts, read in the order in which they come.
 
     Args:

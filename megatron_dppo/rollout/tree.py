@@ -3,7 +3,7 @@
 A path is generated to its end, and its forks are cut out of it afterwards: the path itself is the first child, and the
 other children are continuations of its beginning. Whether a path forks somewhere depends on the tokens before and on
 nothing after, so that this has the law of a tree whose branches stop there and are continued as often as they have
-children. The leaves of a group are numbered so that those below a branch stand together. What is generated is known by
+children. The leaves of a group are numbered so that those below a branch stand together. A continuation is known by
 its *slot*, the first leaf that it stands for: a path keeps its slot, and child j of a fork has the first slot of the
 fork's j-th part. With ``branches[].keep`` some children are drawn by chance and the others not generated, as
 ``rl/trees.py`` has it. Both engines grow trees by these functions; flat groups are trees without branches.
@@ -29,24 +29,24 @@ Entropies = NDArray[np.floating]
 
 
 @dataclass(frozen=True, slots=True)
-class Stem:
-    """What some completions of a prompt begin with: its tokens, and after a fork those before the fork.
+class Prefix:
+    """Common start of some completions of a prompt: its tokens, and after a fork those before the fork.
 
-    ``Stem(prompt, slots=(4, 6), prefix=…, forks=(20,))`` is to be continued twice after 20 tokens of a response; the
+    ``Prefix(prompt, slots=(4, 6), prefix=…, forks=(20,))`` is to be continued twice after 20 tokens of a response; the
     continuations are leaf 4 and leaf 6, and stand for those after them too, as long as they do not fork themselves.
     """
 
     prompt: Prompt
     slots: tuple[int, ...]
-    """Of each continuation."""
+    """Slot of each continuation."""
     prefix: Completion | None = None
     """None at the prompt itself."""
     entropies: Entropies | None = None
-    """Of the prefix; None where no fork asks for them."""
+    """Entropies of the prefix; None if no fork needs them."""
     forks: tuple[int, ...] = ()
-    """Of the path, level by level. The last one is the length of the prefix."""
+    """Forks of the path, by level. The last one is the length of the prefix."""
     weights: tuple[float, ...] = ()
-    """Of the path's branch at each of these forks; what is continued here counts the last one."""
+    """Weights of the path's branch at these forks; continuations here count the last one."""
     limit: int | None = None
     """Most tokens of each continuation; None: as many as are left of a response."""
 
@@ -71,7 +71,7 @@ class Stem:
 class TreePath:
     """One way through the tree, from the prompt to an end."""
 
-    stem: Stem
+    stem: Prefix
     """From which it was generated."""
     slot: int
     completion: Completion
@@ -84,9 +84,9 @@ class TreePath:
         return len(self.stem.forks)
 
 
-def root_of(prompt: Prompt, samples: int, branches: Branches) -> Stem:
+def root_of(prompt: Prompt, samples: int, branches: Branches) -> Prefix:
     """The stem of all paths that begin at the prompt, for a group of so many leaves."""
-    return Stem(prompt, tuple(range(0, samples, leaves_below(branches, 0))))
+    return Prefix(prompt, tuple(range(0, samples, leaves_below(branches, 0))))
 
 
 def leaves_below(branches: Branches, level: int) -> int:
@@ -122,7 +122,7 @@ def fork_positions(
     return tuple(forks)
 
 
-def grown(stem: Stem, slot: int, part: Completion, entropies: Entropies | None, branches: Branches) -> TreePath:
+def grown(stem: Prefix, slot: int, part: Completion, entropies: Entropies | None, branches: Branches) -> TreePath:
     """The path that a stem and a continuation of it make.
 
     Args:
@@ -140,8 +140,8 @@ def grown(stem: Stem, slot: int, part: Completion, entropies: Entropies | None, 
     return TreePath(stem, slot, replace(whole, forks=forks, fork_weights=weights) if forks else whole, entropies)
 
 
-def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Stem]:
-    """What is to be continued after the forks of a path, at all levels; its own part after each of them is there.
+def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Prefix]:
+    """Stems to continue after the forks of a path, at all levels; its own part after each fork exists.
 
     Args:
         path: that has ended.
@@ -159,7 +159,7 @@ def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Stem]:
         if not slots:
             continue
         stems.append(
-            Stem(
+            Prefix(
                 path.stem.prompt,
                 slots,
                 # All tokens of a prefix have been read: the path went on after them.

@@ -1,1 +1,1 @@
-"""What a trainer is put together from: the policy's parts, the learner, checkpoints, prompts, logs and checks."""
+"""Parts of a trainer: the policy's parts, the learner, checkpoints, prompts, logs and checks."""

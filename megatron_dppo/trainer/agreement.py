@@ -1,6 +1,6 @@
 """Law 5: after a sync, the log-probabilities of what generates are the actor's, and its tokens say so by their version.
 
-What generates is held against the trainer here: how far the two may be apart, and what is kept as evidence if they are
+The engine is compared with the trainer here: how far the two may be apart, and what is kept as evidence if they are
 further. Needs no torch to be imported: a report reads the limits.
 """
 
@@ -35,15 +35,15 @@ MAX_PROB_ERROR = {"fp32": 1.001, "bf16": 1.2}
 MOST_COMPLETIONS = 8
 """How many completions, the worst ones, are kept as evidence."""
 PROMPTS, SAMPLES, MAX_TOKENS = 4, 2, 32
-"""What every server is asked: so many prompts, of so many completions, of so many tokens each."""
+"""Request to every server: number of prompts, completions of each prompt, tokens of each completion."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedCompletion:
     """A completion with the L tokens that both have scored."""
 
     source: str
-    """What generated it."""
+    """Engine or server that generated it."""
     prompt_ids: NDArray[np.integer]
     """[P]"""
     response_ids: NDArray[np.integer]
@@ -53,7 +53,7 @@ class Compared:
     engine: NDArray[np.float32]
     """[L]"""
     versions: tuple[int, ...]
-    """Of the weights that generated it."""
+    """Versions of the weights that generated it."""
     routing: Routing | None = None
     """As its completion has it."""
 
@@ -78,11 +78,11 @@ class Compared:
         }
 
 
-def compared_rows(pack: Pack, trainer: NDArray[np.float32], version: int) -> Iterator[Compared]:
+def compared_rows(pack: Pack, trainer: NDArray[np.float32], version: int) -> Iterator[ComparedCompletion]:
     """The completions of a pack that ``version`` has made, as the trainer ([R]) and the engine have scored them."""
     for row in np.unique(pack.sample[pack.versions == version]):
         (targets,) = np.nonzero(pack.sample == row)
-        yield Compared(
+        yield ComparedCompletion(
             source="rollouts",
             prompt_ids=pack.token_ids[path_to(pack, int(pack.predictors[targets[0]]))],
             response_ids=pack.targets[targets],
@@ -106,7 +106,7 @@ def check_disagreement(
     when: str,
     difference: float,
     error: float,
-    compared: Callable[[], Sequence[Compared]],
+    compared: Callable[[], Sequence[ComparedCompletion]],
     name: str,
 ) -> None:
     """Stop the run where trainer and engine are further apart than precision explains. Collective.
@@ -142,7 +142,7 @@ def check_disagreement(
         raise UserError(setting, f"{limit:g}", problem, remedy)
 
 
-def _keep(world: World, file: Path, facts: dict[str, Any], compared: Sequence[Compared]) -> Path:
+def _keep(world: World, file: Path, facts: dict[str, Any], compared: Sequence[ComparedCompletion]) -> Path:
     """Have the rank with the worst completion write its worst ones."""
     worst = sorted(compared, key=lambda each: np.nan_to_num(each.mean, nan=np.inf), reverse=True)[:MOST_COMPLETIONS]
     heights = world.gather(float(np.nan_to_num(worst[0].mean, nan=np.inf)) if worst else -1.0)
@@ -177,7 +177,7 @@ def check_agreement(
     config, world = policy.config, policy.world
     answers = _answers(policy, engine, pool, version)
     _check_versions(answers, version, config.rollout.engine)
-    by_server = defaultdict[str, list[Compared]](list)
+    by_server = defaultdict[str, list[ComparedCompletion]](list)
     for each in _scored(policy, answers):
         by_server[each.source].append(each)
     parts = [stats for stats in world.gather({name: _stats(some) for name, some in by_server.items()}) if stats]
@@ -201,8 +201,8 @@ def check_agreement(
 
 def _answers(
     policy: PolicyParts[Any], engine: RolloutEngine[Any], pool: Sequence[Prompt], version: int
-) -> list[Compared]:
-    """What every server answers to the same prompts, not yet scored by the actor."""
+) -> list[ComparedCompletion]:
+    """Completions of every server for the same prompts, not yet scored by the actor."""
     from megatron_dppo.rollout.engine import Sampling  # imports torch
 
     config = policy.config
@@ -217,7 +217,7 @@ def _answers(
         routing=policy.routing,
     )
     return [
-        Compared(
+        ComparedCompletion(
             source=server,
             prompt_ids=prompt.token_ids,
             response_ids=completion.token_ids,
@@ -232,7 +232,7 @@ def _answers(
     ]
 
 
-def _check_versions(answers: Sequence[Compared], version: int, engine: str) -> None:
+def _check_versions(answers: Sequence[ComparedCompletion], version: int, engine: str) -> None:
     for each in answers:
         if set(each.versions) != {version}:
             problem = (
@@ -243,7 +243,7 @@ def _check_versions(answers: Sequence[Compared], version: int, engine: str) -> N
             raise UserError("rollout.engine", engine, problem, remedy)
 
 
-def _scored(policy: PolicyParts[Any], answers: Sequence[Compared]) -> list[Compared]:
+def _scored(policy: PolicyParts[Any], answers: Sequence[ComparedCompletion]) -> list[ComparedCompletion]:
     """The answers with the actor's log-probabilities. Only one rank of each replica has them, the others have none."""
     if not answers:
         return []
@@ -260,7 +260,7 @@ def _scored(policy: PolicyParts[Any], answers: Sequence[Compared]) -> list[Compa
     ]
 
 
-def _row(each: Compared, layers: Ints | None) -> TrainingSample:
+def _row(each: ComparedCompletion, layers: Ints | None) -> TrainingSample:
     return TrainingSample(
         prompt_ids=each.prompt_ids.astype(np.int32),
         response_ids=each.response_ids.astype(np.int32),
@@ -273,7 +273,7 @@ def _row(each: Compared, layers: Ints | None) -> TrainingSample:
     )
 
 
-def _stats(compared: Sequence[Compared]) -> tuple[float, float, float]:
+def _stats(compared: Sequence[ComparedCompletion]) -> tuple[float, float, float]:
     """Mean and largest |Δ log p|, and mean exp |Δ log p|."""
     differences = np.concatenate([each.differences for each in compared])
     error = np.exp(np.minimum(differences, 50.0)).mean()

@@ -20,7 +20,7 @@ from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.offline import OfflineGroup, load_offline
 from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
-from megatron_dppo.evaluation.evaluator import Problem, held_out
+from megatron_dppo.evaluation.evaluator import EvalProblem, held_out
 from megatron_dppo.models.actor import Actor, Policy
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
 from megatron_dppo.models.policy import DTYPES, PolicyModel
@@ -62,12 +62,12 @@ class PolicyParts(Generic[P_co]):
 
     @property
     def routing(self) -> RoutingShape | None:
-        """What the engine is asked to say of its routing; None: nothing."""
+        """Shape of the routing that the engine reports; None: no routing."""
         return self.shape.routing if self.config.loss.replay_routing == "rollout" else None
 
     @property
     def source(self) -> WeightSource:
-        """What engines are sent: the actor's weights, or with ``rollout.sync.adapter`` its adapters."""
+        """Weights for engines: the actor's, or with ``rollout.sync.adapter`` its adapters."""
         stream = adapter_stream if self.config.rollout.sync.adapter else weight_stream
         return partial(stream, self.actor.chunks, self.world)
 
@@ -110,7 +110,7 @@ class PolicyParts(Generic[P_co]):
     def collector(
         self, engine: RolloutEngine[Any], workers: RewardWorkers, offline: Mapping[int, OfflineGroup] | None = None
     ) -> Collector:
-        """Of rollouts that are trained on: servers that teach read them. Collective."""
+        """Collector of rollouts to train on: servers that teach read them. Collective."""
         config, world = self.config, self.world
         teachers = TeacherServers(config, world, self.tokenizer) if config.loss.distillation.servers else None
         parts = self.tokenizer, self.stop_ids, self.routing, offline, teachers
@@ -138,7 +138,7 @@ class PolicyParts(Generic[P_co]):
     def teachers(self) -> list[Teacher]:
         """The models that ``loss.distillation`` names, in the policy's layout. Collective.
 
-        Of several each waits on the host until its turn comes, so that there is one on the device at a time.
+        Several teachers wait on the host for their turns, so that one at a time is on the device.
         """
         found = []
         for path in self.config.loss.distillation.models:
@@ -254,7 +254,7 @@ def teacher_config(config: Config, path: str) -> Config:
     return replace(config, model=replace(config.model, **model))
 
 
-def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[Problem], dict[int, OfflineGroup] | None]:
+def load_pools(parts: PolicyParts[Any]) -> tuple[PromptPool, list[EvalProblem], dict[int, OfflineGroup] | None]:
     """The training pool; the held-out problems that evaluations answer; and this rank's share of ``data.rollouts``, or
     None where the policy rolls out. Collective."""
     config, world, shape, tokenizer = parts.config, parts.world, parts.shape, parts.tokenizer
@@ -299,7 +299,7 @@ def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], 
     """Take ``run.dir`` for all ranks: its leader holds it. Collective.
 
     Returns:
-        What raises, on the leader, once another run has taken it.
+        A check that raises, on the leader, once another run has taken it.
 
     Raises:
         UserError: on every rank; another run holds it.

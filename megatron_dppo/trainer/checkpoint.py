@@ -3,8 +3,8 @@
 ``RUN/checkpoints/iter_0000100/`` holds Megatron's distributed format and the trainer's own state;
 ``latest_checkpointed_iteration.txt`` names the one to resume from. A checkpoint is written beside its place, renamed
 into it, and only then named: whatever the file does not name, or is hidden, was never finished or is being removed.
-Each has the checksums of its files, which are looked at before anything of it is read. What else lies in the folder is
-somebody else's, and stays.
+Each has the checksums of its files, which are looked at before anything of it is read. Other files in the folder are
+somebody else's, and stay.
 ``RUN/checkpoints/hf/`` has the policy's configuration and tokenizer, so that the weights can be converted on their own.
 """
 
@@ -285,7 +285,7 @@ def _sharded_state(actor: Actor, writer: Writer, *, loading: bool) -> dict[str, 
 
 
 def _adapters(actor: Actor) -> LoraConfig | None:
-    """What is in a checkpoint instead of the whole policy."""
+    """Adapters stored in a checkpoint instead of the whole policy."""
     lora = actor.chunks[0].lora
     return lora if lora.rank else None
 
@@ -336,7 +336,7 @@ def _disk_error(folder: Path, error: object) -> UserError:
 
 
 def _remove(path: Path) -> None:
-    """A folder, or what somebody has put in its place. What cannot go is found in the way by whoever writes there."""
+    """A folder, or what somebody has put in its place. The next writer finds whatever could not be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

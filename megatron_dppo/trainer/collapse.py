@@ -57,7 +57,7 @@ class CollapseGuard:
         return 0 < self._most <= self._idle
 
     def error(self) -> UserError:
-        """What ends the run, once it is saved."""
+        """Error that ends the run, once it is saved."""
         problem = (
             f"no completion of the last {self._idle} steps had a gradient: the rewards of each group were equal, and "
             f"their mean was {self._reward:.3g} at last. The policy has collapsed, or nothing is left to learn. "

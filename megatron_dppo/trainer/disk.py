@@ -1,4 +1,4 @@
-"""What a run writes: its checkpoints, its export and weights for its servers. Needs no torch."""
+"""Disk space of a run: its checkpoints, its export and weights for its servers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Disk:
     export: int
     """The policy for Hugging Face, and its adapters, if it has any."""
     sync: int = 0
-    """What servers read back at a sync; 0 where ``rollout.sync.folder`` names a place of its own for it."""
+    """Weights that servers read back at a sync; 0 if ``rollout.sync.folder`` names another place."""
 
     @property
     def total(self) -> int:
@@ -35,7 +35,7 @@ class Disk:
 
 
 def disk_needed(config: Config, shape: PolicyShape, command: Command = "train") -> Disk:
-    """What a training command writes of a policy of this shape."""
+    """Disk space of a training command for a policy of this shape."""
     weights, dtype, run, lora = parameters(shape), WEIGHT_BYTES[config.model.dtype], config.run, config.model.lora
     if command == "sft":
         return Disk(0, 0, weights * dtype)

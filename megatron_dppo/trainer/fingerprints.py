@@ -101,7 +101,7 @@ def functions_without_text(config: Config) -> list[str]:
 
 
 def difference(name: str, before: str | None, now: str | None) -> str:
-    """What distinguishes two digests of one name; None is that of an absent file."""
+    """Describe how two digests of one name differ; None is an absent file's."""
     if before is None or now is None:
         return f"{name} was not there" if before is None else f"{name} is not there any more"
     if name.endswith(FROM_PYTHON):
@@ -131,7 +131,7 @@ def _environment(name: str) -> str:
 
 
 def _function(spec: str, file: Path) -> Iterator[tuple[str, str]]:
-    """Of a user's function: the names of its files, and their digests."""
+    """Names and digests of a user's function's files."""
     if file.with_suffix(PICKLED).is_file():
         text = file.with_suffix(TEXT)
         yield from _given(spec, text.read_text(encoding="utf-8") if text.is_file() else None)
@@ -141,7 +141,7 @@ def _function(spec: str, file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _given(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
-    """Of a function that was given from Python: its name and the digest of its text, if that is known."""
+    """Name of a function given from Python and the digest of its text, if that is known."""
     if text is not None:
         yield FROM_PYTHON, f"{spec.rpartition(':')[2]} {blake2b(text.encode(), digest_size=16).hexdigest()}"
 

@@ -48,7 +48,7 @@ PROMPTS = prompt_rules.PromptCandidates(
     explore=np.array([0.5, 0.5, 0.5]),
     floor=0.2,
 )
-"""What a rule for prompts is tried out with: three prompts, one never seen."""
+"""Sample for a rule for prompts: three prompts, one never seen."""
 ADVANTAGE = np.array([[1.73, -0.58, -0.58, -0.58], [0.0, 0.0, 0.0, 0.0]])
 COMPLETIONS = completion_rules.CompletionCandidates(
     advantage=ADVANTAGE,
@@ -57,7 +57,7 @@ COMPLETIONS = completion_rules.CompletionCandidates(
     floor=np.full(ADVANTAGE.shape, 0.2),
     zero_advantage=ADVANTAGE == 0.0,
 )
-"""What a rule for completions is tried out with: a mixed group, and one of equal rewards."""
+"""Sample for a rule for completions: a mixed group, and one of equal rewards."""
 
 
 def adopt_rules(pruning: PruningConfig) -> None:
@@ -75,7 +75,7 @@ def adopt_rules(pruning: PruningConfig) -> None:
 
 
 def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
-    """What makes the user's engine, ``rollout.engine_function``; None where a run has one of ours.
+    """Maker of the user's engine, ``rollout.engine_function``; None for built-in engines.
 
     Raises:
         UserError: it cannot be imported, or called as a run calls it.
@@ -133,7 +133,7 @@ def _or_named(name: str, function: Callable[[Tokens], Any], tokens: Tokens) -> t
 
 
 def _both(function: Callable[[Tokens], Any], tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """What a function returns, and which tokens it has clipped: none, where it does not say."""
+    """Surrogate of a function, and the tokens that it has clipped: none, if it returns none."""
     returned = function(tokens)
     surrogate, clipped = returned if isinstance(returned, tuple) else (returned, torch.zeros_like(tokens.advantage))
     if not isinstance(surrogate, Tensor) or surrogate.shape != tokens.advantage.shape:
@@ -172,7 +172,7 @@ def _try_out(own: Objective) -> None:
 
 
 def _gradient(own: Objective, sample: Tensor, advantage: Tensor, part: slice = slice(None)) -> Tensor:
-    """Of the loss by the log-probabilities of some tokens, [R]."""
+    """Gradient of the loss by the log-probabilities of some tokens, [R]."""
     ratio = torch.linspace(*RATIOS, len(sample)).roll(3)  # high and low ones in both completions
     old = torch.linspace(-3.0, -1.0, len(sample))
     logprobs = (old + ratio.log())[part].requires_grad_()

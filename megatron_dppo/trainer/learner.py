@@ -22,7 +22,7 @@ from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
 from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
-from megatron_dppo.trainer.agreement import Compared, check_disagreement, compared_rows, logprob_limit
+from megatron_dppo.trainer.agreement import ComparedCompletion, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.functions import objective_of
 
@@ -48,8 +48,8 @@ def bound_of_weights(config: Config) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
-    """What a step's updates did; the same on every rank."""
+class UpdateMetrics:
+    """Result of a step's updates; the same on every rank."""
 
     updated: bool
     """False where the plan kept nothing: no weight has moved."""
@@ -62,9 +62,9 @@ class PolicyLoss:
 
     Args:
         version: of the weights that the step starts from: what they have generated, the trainer has to agree with.
-        distillation_coef: what a token's divergence from its teacher is multiplied by, where it has one. Where the
-            teacher is a server, log q/p of the token that was sampled, times this, is added to its advantage: q is the
-            teacher's probability, p that of the policy as it is now, a constant to the gradient.
+        distillation_coef: weight of a token's divergence from its teacher. If the teacher is a server,
+            distillation_coef · log q/p of the sampled token is added to its advantage: q is the teacher's probability,
+            p the current policy's, a constant to the gradient.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Learner:
         if parts.routing and self._actor.routing:
             self._routing = RoutingWanted(parts.routing, self._world.gather(self._actor.routing.layers))
 
-    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> Learned:
+    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> UpdateMetrics:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
 
         Args:
@@ -193,7 +193,7 @@ class Learner:
                 sum((m.samples.prompt_length + m.samples.response_length).sum() for m in plan.minibatches)
             )
             metrics |= {name: sum(load[name] for load in loads) / len(loads) for name in loads[0]}
-        return Learned(bool(norms), metrics)
+        return UpdateMetrics(bool(norms), metrics)
 
     def measure_score_norms(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
         """The metadata with the exact norms √Σ_t ‖e_t − p_t‖² of all scores, by a forward pass. Collective.
@@ -232,8 +232,8 @@ class Learner:
         return [Microbatch(*parts) for parts in zip(packs, old, reference, chosen, taught, strict=True)]
 
     def _heads(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[tuple[TeacherHead, ...]]:
-        """What the teachers say of each pack. One after the other reads the packs in which any of its sequences are, on
-        this replica or on another, with which it may share experts."""
+        """Teachers' heads for each pack. One after the other reads the packs in which any of its sequences are, on this
+        replica or on another, with which it may share experts."""
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
         teacher_of = minibatch.samples.teacher
         of_replicas = [[teacher_of[np.array(rows, np.int64)] for rows in replica] for replica in minibatch.packs]
@@ -265,7 +265,7 @@ class Learner:
     ) -> None:
         """Before the first update of a step trainer, engine and, at step 0, reference are one and the same policy."""
 
-        def compared() -> list[Compared]:
+        def compared() -> list[ComparedCompletion]:
             return [row for pack, mine in scored for row in compared_rows(pack, mine.float().cpu().numpy(), version)]
 
         if fresh := sums[FRESH_TOKENS]:

@@ -1,7 +1,7 @@
-"""What can be known to be wrong before any rank starts. Needs no torch; files of prompts, which are read whole, take a
-second for each 20,000 rows or so, and all else a fraction of one.
+"""Checks before any rank starts. They need no torch. Reading files of prompts takes a second for each 20,000 rows or
+so, and all else a fraction of one.
 
-``check_config`` holds settings against each other, as they say themselves in ``config/``; ``preflight`` also against
+``check_config`` checks settings against each other, as they say themselves in ``config/``; ``preflight`` also against
 the machine: files, the policy, the disk.
 """
 
@@ -330,7 +330,7 @@ def prepare_data(config: Config, command: Command) -> None:
 
 
 def label_check(config: Config) -> LabelCheck:
-    """What has to be seen of the labels that training has."""
+    """Check for the labels of the training data."""
     function = config.reward.function
     if config.data.rollouts is not None or function not in OF_TEXT:
         return NO_CHECK

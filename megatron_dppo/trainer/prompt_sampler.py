@@ -20,7 +20,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import advantages_of_segments
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits
+from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptForecast
 from megatron_dppo.rl.pruning.minibatch import completion_candidates
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
@@ -36,7 +36,7 @@ class SourceOrder:
         """
         Args:
             number: of the source.
-            first: id of its first prompt, which those of the others follow.
+            first: id of its first prompt; ids are consecutive from here.
             size: prompts that it has.
             seed: seed of the permutations.
         """
@@ -165,7 +165,7 @@ def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_p
 
 
 class PromptSampler:
-    """The data order and what is known of prompts. Of a step it learns after the step's plan is made."""
+    """The data order and the prompts' reward history. It learns of a step after the step's plan is made."""
 
     def __init__(self, config: Config, pool: PromptPool) -> None:
         """
@@ -230,14 +230,14 @@ class PromptSampler:
             rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
         )
 
-    def remember(self, metadata: StepMetadata) -> Judgement:
+    def remember(self, metadata: StepMetadata) -> PredictorMetrics:
         """Learn from a step's full groups, once nothing of that step is left to be drawn, and say how well they had
         been predicted."""
         segments = advantages_of_segments(metadata, self._config, self._objective)
         known = completion_candidates(metadata, self._config, self._objective, segments)
         terms = known.score * metadata.prompt_inclusion[:, None]
         judgement = self._history.judge_and_learn(
-            Visits(
+            Outcomes(
                 prompt_ids=metadata.prompt_ids,
                 rewards=metadata.rewards,
                 advantages=known.advantage,

@@ -72,7 +72,7 @@ RULES: Mapping[str, Rule] = {
     "probe.": "free",
     "cluster.": "free",
 }
-"""What a resume may change, by the beginnings of settings' names, of which the longest decides.
+"""Rules for changes at a resume, by the beginnings of settings' names, of which the longest decides.
 
 - ``kept``: decides what a result is a result of, and changes with ``run.resume=anyway`` alone.
 - ``free``: how long, how fast and where.
@@ -80,15 +80,15 @@ RULES: Mapping[str, Rule] = {
   optimizer's state do not fit. It refuses another cut by ``layout.`` as well if ``optimizer.checkpoint_format`` was
   dp_reshardable."""
 PROMPTS = ("data.", "run.seed", *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES))
-"""What the order of the prompts depends on, and what is known of each of them."""
+"""Settings and files that decide the order of the prompts and each prompt's history."""
 PLACES = ("model.path", "model.checkpoint", "loss.distillation.teacher", "data.train", "data.rollouts", "data.eval")
-"""What settings begin with that name files and folders, which have several names."""
+"""Beginnings of settings that name files and folders, which have several names."""
 OF_THE_START = ("run.dir", "run.resume")
 """Settings that say nothing of a step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SettingsRecord:
     """Settings, and after how many steps they came into force."""
 
     step: int
@@ -100,7 +100,7 @@ class Change:
     """A setting that is another one than before, or a file of the same name with other content."""
 
     key: str
-    """Of a setting; or of a file, as :func:`fingerprints` names it."""
+    """Name of a setting; or of a file, as :func:`fingerprints` names it."""
     before: Any
     now: Any
 
@@ -128,7 +128,7 @@ def flat(config: Config) -> dict[str, Any]:
     return dict(json.loads(json.dumps(dict(config.leaves()), default=dict)))
 
 
-def read_history(folder: Path) -> list[Entry]:
+def read_history(folder: Path) -> list[SettingsRecord]:
     """The settings of a run's steps, oldest first. A run of an older version has left its last ones alone."""
     try:
         lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -141,7 +141,7 @@ def read_history(folder: Path) -> list[Entry]:
         tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, ten times as fast
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    return [Entry(0, dict(flattened(tree)))] if isinstance(tree, dict) else []
+    return [SettingsRecord(0, dict(flattened(tree)))] if isinstance(tree, dict) else []
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
@@ -206,12 +206,12 @@ def check_resume(config: Config, given: Mapping[str, str | None] | None = None) 
 
 
 def record(folder: Path, step: int, config: Config) -> None:
-    """Write down that the steps after ``step`` are taken by these settings. What was in force for steps that are taken
-    again is forgotten."""
+    """Write down that the steps after ``step`` are taken by these settings. Settings of steps that are taken
+    again are forgotten."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
     now = flat(config)
     if not entries or changes(entries[-1].settings, now):
-        entries.append(Entry(step if entries else 0, now))
+        entries.append(SettingsRecord(step if entries else 0, now))
     lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
     private = bool(config.rollout.launch.env or config.data.verifiers.arguments)  # which may hold keys
     for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
@@ -240,10 +240,10 @@ def record_warm_up(out: Path, config: Config) -> None:
     replace_text(out / WARM_UP, json.dumps(flat(config), indent=2) + "\n")
 
 
-def _entry(line: str) -> Entry | None:
+def _entry(line: str) -> SettingsRecord | None:
     try:
         row = json.loads(line)
-        return Entry(int(row["step"]), dict(row["settings"]))
+        return SettingsRecord(int(row["step"]), dict(row["settings"]))
     except (ValueError, KeyError, TypeError):
         return None
 

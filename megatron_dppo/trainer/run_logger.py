@@ -1,4 +1,4 @@
-"""What the leader of a run prints and writes: console, metrics, answers, summary, pictures. Other ranks do neither."""
+"""Output of rank 0: console, metrics, answers, summary, pictures. Other ranks print and write nothing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import without_chat_marks
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluate import Evaluation, read_answers, record_answers
+from megatron_dppo.evaluation.evaluate import HeldOutScores, read_answers, record_answers
 from megatron_dppo.observe.console import Console, LengthGate
 from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
 from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.census import Census
+from megatron_dppo.rl.census import PruningStats
 from megatron_dppo.rl.types import StepPlan
-from megatron_dppo.rollout.step_rollouts import Collected
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts
 from megatron_dppo.trainer.collapse import Best
 from megatron_dppo.trainer.fingerprints import functions_without_text
 from megatron_dppo.trainer.idle_settings import idle_settings
@@ -39,7 +39,7 @@ class RunLogger:
         self._folder = Path(config.run.dir)
         self._held = {"perf/ranks": world.size, "perf/gpus": world.size if world.device.type == "cuda" else 0}
         self._row: dict[str, float] = {}
-        self._census: Census | None = None
+        self._census: PruningStats | None = None
         self._log: MetricsLog | None = None
         self._leads = world.leads
         if not self._leads:
@@ -76,7 +76,9 @@ class RunLogger:
         """Add what was measured outside of a step."""
         self._row |= metrics
 
-    def record(self, rollouts: Collected, plan: StepPlan, metrics: dict[str, float], notes: Sequence[str] = ()) -> None:
+    def record(
+        self, rollouts: CompleteRollouts, plan: StepPlan, metrics: dict[str, float], notes: Sequence[str] = ()
+    ) -> None:
         """Add what a step's phases measured, and print their notes, each once in a run."""
         self._row |= rollouts.metrics | dict(plan.metrics) | metrics
         self._row |= saved_seconds(self._row)
@@ -84,7 +86,7 @@ class RunLogger:
         for note in (*rollouts.notes, *plan.notes, *notes) if self._log else ():
             self._console.note(note)
 
-    def evaluated(self, step: int, evaluation: Evaluation, seconds: dict[str, float]) -> None:
+    def evaluated(self, step: int, evaluation: HeldOutScores, seconds: dict[str, float]) -> None:
         """Add an evaluation made after ``step`` steps."""
         self._row |= evaluation.metrics | seconds
         if self._log:
@@ -155,7 +157,7 @@ class RunLogger:
 
 
 def _bias_of_others(config: Config) -> Iterator[str]:
-    """What tokens that this policy has not made do to the gradient."""
+    """Biases of the gradient by tokens that this policy has not generated."""
     which, bound = config.loss.tis_level, bound_of_weights(config)
     before = "" if which == "sequence" else ", and no weight corrects for the tokens before it"
     weight = f"its {which}'s probability now over that when it was made, {bound}"

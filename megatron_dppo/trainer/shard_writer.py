@@ -41,7 +41,7 @@ from megatron_dppo.models.pinned import offsets_of, pinned_buffer
 from megatron_dppo.process.lifetime import die_with
 
 Bucket = tuple[str, str, tuple[Sequence[tuple[Any, Any]], Sequence[tuple[Any, torch.Tensor]]]]
-"""What Megatron wants in a file: its path, its name, and items with bytes and with tensors."""
+"""Content of a file for Megatron: its path, its name, and items with bytes and with tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Written:
     """A rank's shards."""
 
     results: Mapping[int, Sequence[WriteResult]]
-    """What Megatron wants to know of each file."""
+    """Megatron's results of each file."""
     blocks: Mapping[str, Sequence[Block]]
     """The checksums of each file, by its name."""
 
@@ -105,7 +105,7 @@ class ShardWriter:
         background: whether to come back before they are written.
         durable: whether shards count as written only once the disk itself has them.
         limit_s: how long a rank's shards may take in the background, once they are waited for; less than other ranks
-            wait for it in a collective, so that it is the one that speaks.
+            wait for it in a collective, so that this rank reports first.
         stage: of the checkpoint before, which must be finished.
     """
 
@@ -152,7 +152,7 @@ class ShardWriter:
         theirs.close()
 
     def _on_host(self) -> list[Bucket]:
-        """What this rank writes, copied off its GPU."""
+        """Buckets of this rank, copied off its GPU."""
         return self._stage.copy(self._request.async_fn_args[1])
 
     def written(self) -> bool:

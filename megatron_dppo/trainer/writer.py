@@ -32,7 +32,7 @@ CUT = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers"
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """What the adapters in a checkpoint belong to, and how they are read."""
+    """Settings of a checkpoint's adapters, and the policy that they belong to."""
 
     rank: int
     alpha: float
@@ -40,7 +40,7 @@ class Adapters:
     base: str
     """Where the policy was that they were trained beside."""
     fingerprint: str
-    """Of its weights."""
+    """Fingerprint of its weights."""
     setting: str = "path"
     """That named it, among the model's."""
 
@@ -60,7 +60,7 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """What a checkpoint's weights are, and what the optimizer's state in it depends on."""
+    """Form of a checkpoint's weights, and settings that its optimizer state depends on."""
 
     tp: int
     pp: int
@@ -177,7 +177,7 @@ def _writer(place: Path, state: Mapping[str, Any]) -> Writer | None:
 
 
 def _adapters_differ(written: Adapters | None, now: Adapters | None) -> Iterator[tuple[str, str, str]]:
-    """The setting, what it was and what it is now, of whatever makes other weights of a checkpoint."""
+    """Setting, old value and new value of each difference that changes a checkpoint's weights."""
     if written is None or now is None:
         if written is not now:
             yield "lora.rank", str(written.rank if written else 0), str(now.rank if now else 0)

@@ -15,7 +15,7 @@ from megatron_dppo.cli import main
 from megatron_dppo.compress import passes as passes_of_commands
 from megatron_dppo.compress.asking import Asking, prompts_to_ask
 from megatron_dppo.compress.live import Live
-from megatron_dppo.compress.passes import Passes
+from megatron_dppo.compress.passes import Accumulator
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import assemble_frozen
@@ -50,8 +50,8 @@ def rewards(
         asking = Asking(config, parts, prompts_to_ask(parts, PROMPTS, seed=3), to_close)
         if sums is not None:
             with pytest.raises(KilledError):
-                asking.reward(absent[0], killed_after(1, Passes(sums, {}, world)))
-        passes = Passes(sums, {}, world)
+                asking.reward(absent[0], killed_after(1, Accumulator(sums, {}, world)))
+        passes = Accumulator(sums, {}, world)
         if sums is None:  # as to servers that were lost and came back, between two batches
             passes.advance = lambda *_: parts.sync(asking._engine, 99)
         assert (passes.read > 0) == (sums is not None), "prompts that were answered before the kill"

@@ -23,7 +23,7 @@ from megatron_dppo.compress import calibration, passes
 from megatron_dppo.compress.absence import mean_loss
 from megatron_dppo.compress.activity import measure_activity
 from megatron_dppo.compress.calibration import Batch, batches, count_sequences
-from megatron_dppo.compress.passes import Passes
+from megatron_dppo.compress.passes import Accumulator
 from megatron_dppo.compress.reader import Reader, Whole, remove_greedily
 from megatron_dppo.compress.shapley import shapley_values
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig, PackConfig
@@ -84,7 +84,7 @@ def all_of(reader: Reader, measures: Sequence[Any] = ("loss", "logits")) -> dict
     return found | {"greedy": removed, "said": said, "loss": reader.loss()}
 
 
-def killed_after(count: int, of: Passes) -> Passes:
+def killed_after(count: int, of: Accumulator) -> Accumulator:
     def advance(_: float, __: str = "") -> None:
         nonlocal count
         count -= 1
@@ -101,22 +101,22 @@ def test_every_score_goes_on_from_any_batch(
     read = list(batches(answers, max_tokens=512, device=torch.device("cpu")))
     assert len(read) > 2
 
-    def found(of: Passes) -> dict[str, Any]:
+    def found(of: Accumulator) -> dict[str, Any]:
         return all_of(Whole(model, read_shape(policy), read, of))
 
     def attempt() -> dict[str, Any] | None:
         try:
-            return found(killed_after(3, Passes(tmp_path / "sums")))
+            return found(killed_after(3, Accumulator(tmp_path / "sums")))
         except KilledError:
             return None
 
-    whole = Passes()
+    whole = Accumulator()
     expected, attempts = found(whole), 1
     while (found_at_last := attempt()) is None:  # each goes on from the one before, and is killed three batches later
         attempts += 1
         assert attempts < whole.read
     assert found_at_last == expected and attempts > 10
-    last = Passes(tmp_path / "sums")
+    last = Accumulator(tmp_path / "sums")
     assert found(last) == expected
     assert last.read == whole.read, "none is counted twice"
 
@@ -126,8 +126,8 @@ def test_what_routers_do_goes_on_from_any_batch(mixture: Path, answers: list[Wor
     read = list(batches(answers, max_tokens=512, device=torch.device("cpu")))
     expected = measure_activity(model, shape, read)
     with pytest.raises(KilledError):
-        measure_activity(model, shape, read, killed_after(1, Passes(tmp_path / "sums")))
-    passes = Passes(tmp_path / "sums")
+        measure_activity(model, shape, read, killed_after(1, Accumulator(tmp_path / "sums")))
+    passes = Accumulator(tmp_path / "sums")
     assert 0 < passes.read < len(answers)
     found = measure_activity(model, shape, read, passes)
     assert torch.equal(found.experts, expected.experts) and torch.equal(found.choices, expected.choices)
@@ -152,11 +152,11 @@ def test_sums_that_are_of_no_use_are_said_to_be(
         folder.mkdir()
         (folder / "rank-0.0.pt.partial").symlink_to("/dev/full")
     else:
-        mean_loss(model, read, Passes(folder, {"--keep": 0.5}))
+        mean_loss(model, read, Accumulator(folder, {"--keep": 0.5}))
     if why == "torn":
         for file in folder.iterdir():
             file.write_bytes(file.read_bytes()[:-9])
-    again = Passes(folder, {"--keep": 0.75 if why == "other options" else 0.5})
+    again = Accumulator(folder, {"--keep": 0.75 if why == "other options" else 0.5})
     expected = mean_loss(model, read)
     assert [mean_loss(model, read, again) for _ in range(3)] == [expected] * 3
     assert again.read == 3 * count_sequences(read)
@@ -174,17 +174,17 @@ def in_shards(
     world = initialize(layout, seed=1, timeout_s=60.0)
     parts = assemble_frozen(config, world, temperature=1.0)
 
-    def found(of: Passes) -> str:
+    def found(of: Accumulator) -> str:
         return str(all_of(live.Live(parts, answers, 15, of), ["loss"]))  # a text, since nan is not equal to itself
 
-    whole = Passes()
+    whole = Accumulator()
     expected = found(whole)
     for count in (1, 7):
         with pytest.raises(KilledError):
-            found(killed_after(count, Passes(folder, {}, world)))
+            found(killed_after(count, Accumulator(folder, {}, world)))
         if rank == 1:  # killed while the other had written already
             max(folder.glob("rank-1.*.pt"), key=lambda file: file.stat().st_mtime_ns).unlink()
-    resumed = Passes(folder, {}, world)
+    resumed = Accumulator(folder, {}, world)
     assert 0 < resumed.read < whole.read
     assert found(resumed) == expected
     assert resumed.read == whole.read

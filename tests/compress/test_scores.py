@@ -15,7 +15,7 @@ from megatron_dppo.compress.absence import mean_loss, without
 from megatron_dppo.compress.activity import measure_activity
 from megatron_dppo.compress.calibration import Batch
 from megatron_dppo.compress.choose import BY_REWARD, SCORES, Recipe, choose
-from megatron_dppo.compress.passes import Passes
+from megatron_dppo.compress.passes import Accumulator
 from megatron_dppo.compress.reader import Measure, Whole, remove_greedily
 from megatron_dppo.compress.shapley import halves, passes_of, shapley_values
 from megatron_dppo.data.prompts import WorkedAnswer
@@ -158,7 +158,7 @@ def test_over_random_halves_a_layer_is_worth_the_difference_of_two_means(
         without_it = [cost for cost, layers in zip(costs, absent, strict=True) if layer in layers]
         with_it = [cost for cost, layers in zip(costs, absent, strict=True) if layer not in layers]
         expected.append(np.mean(without_it) - np.mean(with_it))
-    passes = Passes()
+    passes = Accumulator()
     reader = Whole(model, read_shape(policy), read, passes)
     assert shapley_values(reader, measure, 3, seed=5) == pytest.approx(expected, rel=1e-9)
     assert passes.read == passes_of(measure, 4, 3) * len(answers), "the progress counts what is read"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_dppo.config import Config, EvalConfig, RewardConfig, RolloutConfig
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
-from megatron_dppo.evaluation.evaluator import Answered, Evaluator, Pair, Problem, vote, votes
+from megatron_dppo.evaluation.evaluator import EvalAnswers, EvalProblem, Evaluator, Pair, vote, votes
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
@@ -48,8 +48,8 @@ def workers() -> Iterator[dict[str, RewardWorkers]]:
         each.close()
 
 
-def problem(place: int, verifier: str) -> Problem:
-    return Problem("here", place, Prompt(place, np.arange(3, dtype=np.int32), f"prompt {place}", "1/2"), verifier)
+def problem(place: int, verifier: str) -> EvalProblem:
+    return EvalProblem("here", place, Prompt(place, np.arange(3, dtype=np.int32), f"prompt {place}", "1/2"), verifier)
 
 
 def answered(
@@ -58,10 +58,10 @@ def answered(
     verifiers: list[str],
     keep: int,
     reward: RewardConfig = MATHEMATICS,
-) -> Answered:
+) -> EvalAnswers:
     config = Config(eval=EvalConfig(samples=4), rollout=RolloutConfig(max_response_tokens=16), reward=reward)
 
-    def on_a_rank(world: World) -> Answered:
+    def on_a_rank(world: World) -> EvalAnswers:
         engine = ScriptedEngine(tokenizer, {i: [Said(text) for text in texts] for i, texts in SCRIPT.items()})
         parts = PolicyParts(config, world, None, None, tokenizer, 0, (end_token_id(tokenizer),))
         problems = [problem(i, verifier) for i, verifier in enumerate(verifiers)]

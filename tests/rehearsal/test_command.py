@@ -21,8 +21,8 @@ from megatron_dppo.estimate.memory import chunks_in_flight, shape_of
 from megatron_dppo.estimate.roofline import tile_share
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PUBLISHED
-from megatron_dppo.rehearse.booking import Kernel
-from megatron_dppo.rehearse.roofline import Cost, seconds
+from megatron_dppo.rehearse.booking import KernelLaunch
+from megatron_dppo.rehearse.roofline import KernelCost, seconds
 from megatron_dppo.rehearse.step import packs_to_play
 from megatron_dppo.settings import load_config
 
@@ -154,8 +154,8 @@ def test_seconds_are_the_larger_of_flops_and_bytes() -> None:
     shape = shape_of(config.model.path)
     setup = Setup(config, shape, place(config, shape), Assumptions())
 
-    def kernel(name: str, flops: float, size: float) -> Kernel:
-        return Kernel(name, flops, size, torch.bfloat16, torch.bfloat16, "megatron_dppo/x.py:f", None)
+    def kernel(name: str, flops: float, size: float) -> KernelLaunch:
+        return KernelLaunch(name, flops, size, torch.bfloat16, torch.bfloat16, "megatron_dppo/x.py:f", None)
 
     assert seconds(kernel("aten::mm", 989e12 * 0.72, 1.0), setup) == pytest.approx(1.0)
     assert seconds(kernel("aten::add", 0.0, 3.35e12 * 0.85), setup) == pytest.approx(1.0)
@@ -164,4 +164,4 @@ def test_seconds_are_the_larger_of_flops_and_bytes() -> None:
 
 
 def test_costs_are_carried_on_in_a_straight_line() -> None:
-    assert Cost(2, 0, 0, 1.0).towards(Cost(3, 0, 0, 1.5), 4.0) == Cost(6, 0, 0, 3.0)
+    assert KernelCost(2, 0, 0, 1.0).towards(KernelCost(3, 0, 0, 1.5), 4.0) == KernelCost(6, 0, 0, 3.0)

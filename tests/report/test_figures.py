@@ -19,7 +19,7 @@ from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.learning import learning, wilson
 from megatron_dppo.report.page import page
 from megatron_dppo.report.parts import Note, Plots
-from megatron_dppo.report.run import Run, read_runs
+from megatron_dppo.report.run import RunRecord, read_runs
 from megatron_dppo.report.timing import Race, race
 from tests.report.made_up import write_lines, write_run
 
@@ -27,7 +27,7 @@ ROLLOUT_S, TRAIN_S, FIXED_S = 3e-4, 7e-4, 0.25
 """Of a machine whose seconds go with tokens."""
 
 
-def one_step(folder: Path, *, prompts: float, completions: float, **held: float) -> Run:
+def one_step(folder: Path, *, prompts: float, completions: float, **held: float) -> RunRecord:
     """A step of such a machine. Of 1,000 tokens in the window this share is rolled out; of those a fifth has zero
     advantage, and of the rest this share is trained on."""
     rolled_out = 1000.0 * prompts

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.rl.families import LEAST_SHARED, Pieces, cut, prefix_tree, shared_lengths, shared_of_kept
+from megatron_dppo.rl.families import LEAST_SHARED, PrefixGroups, cut, prefix_tree, shared_lengths, shared_of_kept
 from megatron_dppo.rl.types import Completion, VersionSpan
 
 Sequences = list[tuple[int, ...]]
@@ -62,7 +62,7 @@ def test_the_path_of_every_sample_is_its_tokens_and_nothing_shared_is_there_twic
 @given(sequences, aligns, st.integers(1, 40))
 def test_pieces_keep_to_their_size_and_take_up_what_they_say(of: Sequences, align: int, most: int) -> None:
     lengths = np.array([*map(len, of)])
-    pieces: Pieces = cut(lengths, np.array(shared(of)), most=most, align=align)
+    pieces: PrefixGroups = cut(lengths, np.array(shared(of)), most=most, align=align)
     assert pieces.starts[0] == 0 and pieces.starts[-1] == len(of)
     for number, (first, last) in enumerate(pairwise(pieces.starts.tolist())):
         shares = pieces.shared[first:last].tolist()

@@ -13,7 +13,7 @@ from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.advantages import group_advantages, minibatch_advantages
 from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
 from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import PromptForecast, Visits
+from megatron_dppo.rl.pruning.forecast import Outcomes, PromptForecast
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.metrics import census
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
@@ -86,7 +86,7 @@ def test_so_does_a_forecast():
     def learn(*groups: np.ndarray) -> None:
         rewards = np.concatenate(groups)
         values = np.zeros_like(rewards)
-        known.judge_and_learn(Visits(np.array([0, 1]), rewards, values, squares=one, tokens=one))
+        known.judge_and_learn(Outcomes(np.array([0, 1]), rewards, values, squares=one, tokens=one))
 
     learn(RIGHT, 1.0 - RIGHT + np.array([[1.0, 0.0, 0.0, 0.0]]))
     assert known.binary

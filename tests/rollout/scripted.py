@@ -19,7 +19,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import Scored
 from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
-from megatron_dppo.rollout.engine import Completions, Look, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling
 
 T = TypeVar("T")
 FAILING = f"{Path(__file__).parents[1] / 'rewards' / 'rewards_that_fail.py'}:compute_score"
@@ -63,7 +63,7 @@ class ScriptedEngine(RolloutEngine[Completions]):
         self.asked.append(([prompt.id for prompt in prompts], sampling))
         return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
 
-    def finish(self, pending: Completions, look: Look | None = None) -> Completions:
+    def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
         """All groups but the last can be looked at before the end."""
         self.finished += 1
         for place, group in enumerate(pending[:-1]):

@@ -19,9 +19,9 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, RoutingShape, Score, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.engine import Completions, Look, Sampling
+from megatron_dppo.rollout.engine import Completions, GroupCallback, Sampling
 from megatron_dppo.rollout.metadata import staleness
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,
@@ -61,7 +61,7 @@ def fresh_workers() -> Iterator[RewardWorkers]:
     pool.close()
 
 
-def collect(collector: Collector, pool: PromptPool, selection: Selection, step: int) -> Collected:
+def collect(collector: Collector, pool: PromptPool, selection: Selection, step: int) -> CompleteRollouts:
     return collector.collected([collector.finish(collector.request(pool, StepRollouts(selection, step)))])
 
 
@@ -401,7 +401,7 @@ def test_a_completion_past_the_bound_stops_the_run(bench: Bench) -> None:
 
 def test_what_fails_in_the_engine_of_one_rank_stops_all_of_them(tokenizer: Tokenizer) -> None:
     class Failing(ScriptedEngine):
-        def finish(self, pending: Completions, look: Look | None = None) -> Completions:
+        def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
             super().finish(pending)
             raise RuntimeError("no server is left")  # on every rank, as the protocol has it
 
@@ -420,7 +420,7 @@ def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
     script = {9: MIXED, 2: BROKEN, 5: said("score 0", "score 0", "score 0"), 1: MIXED, 7: MIXED}
     selection = Selection(np.array(list(script)), np.array([0.9, 0.2, 0.5, 0.1, 0.7]), 12)
 
-    def on_a_rank(world: World) -> tuple[Collected, list[int]]:
+    def on_a_rank(world: World) -> tuple[CompleteRollouts, list[int]]:
         engine = ScriptedEngine(tokenizer, script)
         collector = Collector(collect_config(), world, engine, ScriptedWorkers(), tokenizer, (2,))
         result = collect(collector, pool_of(10), selection, step=0)

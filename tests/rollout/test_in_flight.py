@@ -16,10 +16,10 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks, no_roles
-from megatron_dppo.rollout.engine import SoFar
+from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
-from megatron_dppo.rollout.step_rollouts import Collected, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
 PROMPTS = (8, 1, 5, 3, 7)
@@ -72,7 +72,7 @@ def batch_of(world: World, *, routed: bool = False) -> StepRollouts:
     )
     metadata = gather_metadata(world.gather(part), window=11.7)
     held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-    return StepRollouts(SELECTION, 5, complete=Collected(held, metadata, METRICS, ("a note",)))
+    return StepRollouts(SELECTION, 5, complete=CompleteRollouts(held, metadata, METRICS, ("a note",)))
 
 
 def same_group(ours: Group, expected: Group) -> bool:
@@ -229,9 +229,9 @@ def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
         group = group_of(prompt, routed=routed)
         return replace(group, completions=(replace(group.completions[0], routing=None), *group.completions[1:]))
 
-    def known(prompt: int) -> list[SoFar]:
+    def known(prompt: int) -> list[PartialRollout]:
         group = group_in(prompt)
-        return [SoFar(slot, c, slot == 1) for slot, c in enumerate(group.completions)][: prompt % 4]
+        return [PartialRollout(slot, c, slot == 1) for slot, c in enumerate(group.completions)][: prompt % 4]
 
     def write(world: World) -> None:
         mine = SELECTION.prompt_ids[world.rank :: world.size].tolist()
@@ -266,7 +266,9 @@ def test_sequences_come_back(tmp_path: Path) -> None:
         groups = {prompt: cut(prompt) for prompt in PROMPTS}
         metadata = gather_metadata([metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, 0)], window=11.7)
         held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist())}
-        write_in_flight(tmp_path, [StepRollouts(SELECTION, 5, complete=Collected(held, metadata, METRICS, ()))], world)
+        write_in_flight(
+            tmp_path, [StepRollouts(SELECTION, 5, complete=CompleteRollouts(held, metadata, METRICS, ()))], world
+        )
         return metadata
 
     [metadata] = as_ranks(1, write)
@@ -291,7 +293,7 @@ def test_roles_come_back_with_their_rewards(writers: int, readers: int, tmp_path
         part = metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, world.rank, role_rewards=rewards)
         metadata = gather_metadata(world.gather(part), window=11.7)
         held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
-        batch = StepRollouts(SELECTION, 5, complete=Collected(held, metadata, METRICS, ()))
+        batch = StepRollouts(SELECTION, 5, complete=CompleteRollouts(held, metadata, METRICS, ()))
         write_in_flight(tmp_path, [batch], world)
         return metadata
 

@@ -24,9 +24,9 @@ from megatron_dppo.init import write_model
 from megatron_dppo.rl.types import Completion, Prompt, Selection, VersionSpan
 from megatron_dppo.rollout import teachers
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.engine import Completions, Look
+from megatron_dppo.rollout.engine import Completions, GroupCallback
 from megatron_dppo.rollout.step_rollouts import StepRollouts
-from megatron_dppo.rollout.teachers import Reading, TeacherServers
+from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from tests.rollout.scripted import (
     SAMPLES,
     Said,
@@ -154,7 +154,7 @@ def test_servers_read_what_is_theirs_as_soon_as_it_is_there(kind: Kind, policy: 
         teaching(kind, policy) as server,
         opened(config_of(server.url, a=server.url, b=None), policy) as servers,
     ):
-        reading = Reading(servers, prompts)
+        reading = TeacherQuery(servers, prompts)
         reading.look([(2, groups[2])])
         until = time.monotonic() + 20.0
         while server.asked < 2 and time.monotonic() < until:  # and finish() has not been called
@@ -176,7 +176,7 @@ def test_a_server_reads_each_sequence_by_itself(policy: Path) -> None:
     prompts, groups = groups_of(np.random.default_rng(0), "a")
     given = dataclasses.replace(groups[0][1], starts=(3,))
     with teaching("sglang", policy) as server, opened(config_of(server.url, a=server.url), policy) as servers:
-        [[read]] = Reading(servers, prompts).finish([(given,)], world_of(1, 0))
+        [[read]] = TeacherQuery(servers, prompts).finish([(given,)], world_of(1, 0))
         first = server.logprobs([*prompts[0].token_ids.tolist(), *given.token_ids[:3].tolist()])
         second = server.logprobs(given.token_ids[3:].tolist())
     expected = np.array([*first[len(prompts[0].token_ids) :], 0.0, *second[1:]], np.float32)
@@ -188,7 +188,7 @@ class Waiting(ScriptedEngine):
 
     server: Teaching
 
-    def finish(self, pending: Completions, look: Look | None = None) -> Completions:
+    def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
         completions, until = super().finish(pending, look), time.monotonic() + 20.0
         while self.server.asked < SAMPLES and time.monotonic() < until:
             time.sleep(0.01)
@@ -234,11 +234,11 @@ def test_a_server_that_dies_is_asked_again_and_one_that_speaks_of_other_tokens_s
     prompts, groups = groups_of(np.random.default_rng(1), "a")
     with teaching("sglang", policy) as server, opened(config_of(server.url), policy) as servers:
         server.deaths = 3
-        (group,) = Reading(servers, prompts).finish(groups, world_of(1, 0))
+        (group,) = TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
         assert (server.deaths, server.asked) == (0, 2) and group[0].teacher_logprobs is not None
         server.shift = 1
         with pytest.raises(UserError, match="other tokens") as error:
-            Reading(servers, prompts).finish(groups, world_of(1, 0))
+            TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
         assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
 
 
@@ -248,7 +248,7 @@ def test_a_teacher_that_is_busy_is_asked_again(kind: Kind, policy: Path, monkeyp
     prompts, groups = groups_of(np.random.default_rng(1), "a")
     with teaching(kind, policy) as server, opened(config_of(server.url), policy) as servers:
         server.refusals = [429, 503]
-        (group,) = Reading(servers, prompts).finish(groups, world_of(1, 0))
+        (group,) = TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
     assert not server.refusals and group[0].teacher_logprobs is not None
 
 
@@ -260,7 +260,7 @@ def test_a_server_whose_log_probabilities_are_none_stops_the_run(kind: Kind, tol
         right = server.logprobs
         server.logprobs = lambda tokens: [*right(tokens)[:-1], told]  # type: ignore[method-assign]
         with pytest.raises(UserError, match="above 0, null or not finite") as error:
-            Reading(servers, prompts).finish(groups, world_of(1, 0))
+            TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
     assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
 
 

@@ -24,7 +24,7 @@ from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.plugins.slime import Sample
 from megatron_dppo.rl.types import Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.batch import Batch
+from megatron_dppo.rollout.servers.batch import RequestBatch
 from megatron_dppo.rollout.servers.custom import conversations_of
 from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
@@ -173,7 +173,7 @@ def converse(
     attempts: int = 3,
     setting: str = "custom_generate",
     roles: tuple[str, ...] = (),
-) -> tuple[Batch, dict, list]:
+) -> tuple[RequestBatch, dict, list]:
     """Have a function answer; the batch, the servers that were lost, and what is left in the prompts."""
     (folder / "tools.py").write_text(FUNCTIONS)
     rollout = RolloutConfig(**{setting: f"{folder / 'tools.py'}:{function}"}, request_timeout_s=20.0, roles=roles)

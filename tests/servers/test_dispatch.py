@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron_dppo.rl.types import Completion, Prompt, RoutingShape, VersionSpan
-from megatron_dppo.rollout.engine import Progress, Sampling
-from megatron_dppo.rollout.servers.batch import Batch, wait
+from megatron_dppo.rollout.engine import PartialRollouts, Sampling
+from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
 from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
@@ -88,13 +88,13 @@ def _prompts(count: int) -> list[Prompt]:
     return [Prompt(i, np.array([i + 1, 7], np.int32), "", "") for i in range(count)]
 
 
-def _ask(dispatcher: Dispatcher, count: int) -> Batch:
+def _ask(dispatcher: Dispatcher, count: int) -> RequestBatch:
     batch = dispatcher.begin(_prompts(count), SAMPLING, 5)
     batch.wait(20.0)
     return batch
 
 
-def _assert_answered(batch: Batch, count: int) -> None:
+def _assert_answered(batch: RequestBatch, count: int) -> None:
     assert batch.error is None and batch.unfinished == 0
     for prompt, group in enumerate(batch.groups()):
         assert [c.token_ids.tolist() for c in group] == [[prompt + 1, prompt + 1, 0]] * SAMPLES
@@ -169,8 +169,8 @@ class Breakable(Script):
 
 
 def _broken_off(
-    http: Http, dispatcher: Dispatcher, servers: Sequence[Breakable], batches: Sequence[Batch]
-) -> list[Progress]:
+    http: Http, dispatcher: Dispatcher, servers: Sequence[Breakable], batches: Sequence[RequestBatch]
+) -> list[PartialRollouts]:
     """After a while, as an engine does it."""
     time.sleep(0.06)
     dispatcher.ask_no_more(batches)
@@ -239,9 +239,9 @@ def test_what_is_broken_off_is_as_long_in_the_end_as_what_is_sampled(
         return np.array(made)
 
     assert _p_of_lengths(lengths()) > 0.01
-    kept = Batch.progress
+    kept = RequestBatch.progress
     monkeypatch.setattr(
-        Batch,
+        RequestBatch,
         "progress",
         lambda batch: {prompt: [one for one in each if one.ended] for prompt, each in kept(batch).items()},
     )
@@ -289,7 +289,7 @@ def test_what_is_trained_on_is_as_long_as_what_is_sampled(http: Http, monkeypatc
     assert len(lengths) == 3 * 64 * SAMPLES
     assert _p_of_lengths(lengths) > 0.01
 
-    async def first_come(self: Dispatcher, batch: Batch) -> None:
+    async def first_come(self: Dispatcher, batch: RequestBatch) -> None:
         prompts = [asyncio.create_task(self._prompt(batch, index)) for index in range(len(batch.prompts))]
         for prompt in itertools.islice(asyncio.as_completed(prompts), 3 * len(prompts) // 4):
             await prompt

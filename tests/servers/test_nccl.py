@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.client import ServerInfo
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.pool import Pool
+from megatron_dppo.rollout.servers.pool import ServerPool
 from megatron_dppo.rollout.servers.processes import ServerProcess
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import PLUGIN
@@ -93,16 +93,16 @@ class Told(SglangClient):
     async def health(self, timeout_s: float) -> None: ...
 
 
-def _pool(http: Http, tmp_path: Path, *settings: str, our_nccl: str | None) -> Pool:
+def _pool(http: Http, tmp_path: Path, *settings: str, our_nccl: str | None) -> ServerPool:
     config = load_config(None, [f"run.dir={tmp_path}/run", "model.path=policy", "rollout.engine=sglang", *settings])
-    return Pool(config, http, architecture="Qwen3ForCausalLM", secret=None, say=print, our_nccl=our_nccl)
+    return ServerPool(config, http, architecture="Qwen3ForCausalLM", secret=None, say=print, our_nccl=our_nccl)
 
 
 def test_a_given_server_that_says_another_version_is_refused_by_name(
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_dppo.rollout.servers.pool.CLIENTS", {"sglang": Told})
-    monkeypatch.setattr(Pool, "_workers", _no_router)
+    monkeypatch.setattr(ServerPool, "_workers", _no_router)
     given = "rollout.servers=[http://127.0.0.1:1]"
     with pytest.raises(UserError, match=r"rollout.servers = http://127.0.0.1:1: has NCCL 2.30.7") as refused:
         http.run(_pool(http, tmp_path, given, our_nccl="2.29.7").open())
@@ -111,7 +111,7 @@ def test_a_given_server_that_says_another_version_is_refused_by_name(
         assert len(http.run(_pool(http, tmp_path, given, our_nccl=fine).open())) == 1
 
 
-async def _no_router(pool: Pool, door: object) -> None:
+async def _no_router(pool: ServerPool, door: object) -> None:
     return None
 
 
@@ -126,7 +126,7 @@ def test_a_given_server_with_a_pipeline_is_refused_where_its_stages_would_have_t
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_dppo.rollout.servers.pool.CLIENTS", {"sglang": Staged})
-    monkeypatch.setattr(Pool, "_workers", _no_router)
+    monkeypatch.setattr(ServerPool, "_workers", _no_router)
     given = "rollout.servers=[http://127.0.0.1:1]"
     with pytest.raises(UserError, match=r"has 2 pipeline stages.*Start it with --pp-size 1"):
         http.run(_pool(http, tmp_path, given, our_nccl=None).open())
@@ -162,4 +162,4 @@ def test_a_given_vllm_that_would_split_the_group_off_its_own_is_told_how_to_star
     monkeypatch.setattr(group, "_get_default_group", lambda: SimpleNamespace(bound_device_id=torch.device("cuda:0")))
     places = {"host": "127.0.0.1", "port": 1, "rank": 1, "size": 2, "timeout_s": 1.0}
     with pytest.raises(RuntimeError, match="set VLLM_DISTRIBUTED_USE_SPLIT_GROUP=0"):
-        group.Group(name="weights", backend="nccl", device=torch.device("cuda:0"), **places)
+        group.ReceiverGroup(name="weights", backend="nccl", device=torch.device("cuda:0"), **places)

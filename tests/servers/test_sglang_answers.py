@@ -14,7 +14,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import RoutingShape
 from megatron_dppo.rollout.servers.client import GenerateRequest
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.pool import Pool
+from megatron_dppo.rollout.servers.pool import ServerPool
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 from tests.servers.real import RealServer
@@ -89,7 +89,7 @@ def test_entropies_are_made_of_the_likeliest_tokens_that_are_asked_for(http: Htt
 def test_a_server_that_does_not_tell_its_experts_is_refused_by_name(http: Http) -> None:
     api = Hears("http://127.0.0.1:1", http)
     settings = ["rollout.engine=sglang", "rollout.servers=[http://127.0.0.1:1]", "loss.replay_routing=rollout"]
-    pool = Pool(load_config(None, settings), http, architecture="", secret=None, say=print)
+    pool = ServerPool(load_config(None, settings), http, architecture="", secret=None, say=print)
     with pytest.raises(UserError, match=r"loss\.replay_routing = rollout replays them") as raised:
         http.run(pool._check(api))
     assert (raised.value.setting, raised.value.value) == ("rollout.servers", "http://127.0.0.1:1")

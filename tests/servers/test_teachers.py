@@ -19,7 +19,7 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.launch import SECRET
-from megatron_dppo.rollout.teachers import Reading, TeacherServers
+from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from tests.commands import Command
 from tests.rollout.scripted import world_of
 from tests.runs import rows
@@ -65,7 +65,7 @@ def check(url: str, policy: Path) -> None:
         for ids in given
     )
     with closing(TeacherServers(config, world_of(1, 0), load_tokenizer(policy))) as servers:
-        (read,) = Reading(servers, [prompt]).finish([group], world_of(1, 0))
+        (read,) = TeacherQuery(servers, [prompt]).finish([group], world_of(1, 0))
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     for completion in read:
         tokens = torch.from_numpy(np.concatenate([prompt.token_ids, completion.token_ids])).long()

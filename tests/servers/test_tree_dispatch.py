@@ -12,7 +12,7 @@ import pytest
 from megatron_dppo.config import BranchConfig
 from megatron_dppo.rl.types import Completion, Prompt, RoutingShape, VersionSpan
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.batch import Batch
+from megatron_dppo.rollout.servers.batch import RequestBatch
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, least_entropies
 from megatron_dppo.rollout.servers.dispatch import PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
@@ -50,7 +50,9 @@ class Counting:
         return GenerateResult(ids, -ids.astype(np.float32), ((version, length),) if length else (), reason)
 
 
-def _ask(http: Http, *servers: Script, count: int = 1, sampling: Sampling = SAMPLING, attempts: int = 3) -> Batch:
+def _ask(
+    http: Http, *servers: Script, count: int = 1, sampling: Sampling = SAMPLING, attempts: int = 3
+) -> RequestBatch:
     batch = _dispatcher(http, *servers, attempts=attempts).begin(_prompts(count), sampling, 5)
     batch.wait(20.0)
     return batch

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_dppo.config import BranchConfig
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.batch import Batch
+from megatron_dppo.rollout.servers.batch import RequestBatch
 from megatron_dppo.rollout.servers.client import (
     TOP_LOGPROBS,
     GenerateRequest,
@@ -56,7 +56,7 @@ def _with_its_weights(http: Http, server: RealServer, policy: Path) -> RealServe
 
 def _grow(
     http: Http, clients: list[ServerClient], branches: tuple[BranchConfig, ...], count: int = 4
-) -> tuple[Batch, Dispatcher]:
+) -> tuple[RequestBatch, Dispatcher]:
     rng = np.random.default_rng(3)
     prompts = [Prompt(i, rng.integers(5, 45, PROMPT_TOKENS).astype(np.int32), "", "") for i in range(count)]
     dispatcher = Dispatcher(
@@ -82,7 +82,7 @@ def _distributions(policy: PreTrainedModel, prompt: Prompt, token_ids: np.ndarra
     return torch.log_softmax(logits / TEMPERATURE, dim=-1)
 
 
-def _assert_of_the_policy(batch: Batch, policy: PreTrainedModel) -> None:
+def _assert_of_the_policy(batch: RequestBatch, policy: PreTrainedModel) -> None:
     for prompt, group in zip(batch.prompts, batch.groups(), strict=True):
         assert len(group) == 8
         for leaf in group:

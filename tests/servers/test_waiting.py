@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers import pool
 from megatron_dppo.rollout.servers.http import BusyError, Http, ServerError
-from megatron_dppo.rollout.servers.pool import Pool, Server
+from megatron_dppo.rollout.servers.pool import Server, ServerPool
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 from tests.ranks import RankPool
@@ -28,7 +28,7 @@ from tests.servers import on_ranks
 def _said(http: Http, folder: Path, *words: str) -> tuple[list[str], UserError]:
     said: list[str] = []
     settings = [f"run.dir={folder}", f"model.path={folder}", "rollout.engine=sglang", "rollout.launch.wait_s=3", *words]
-    opened = Pool(load_config(None, settings), http, architecture="", secret=None, say=said.append)
+    opened = ServerPool(load_config(None, settings), http, architecture="", secret=None, say=said.append)
     try:
         with pytest.raises(UserError) as failed:
             http.run(opened.open())
@@ -64,7 +64,7 @@ def test_a_server_that_falls_silent_in_a_run_is_named_before_it_is_taken_out(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         config = load_config(None, [f"run.dir={tmp_path}", "rollout.engine=sglang", f"rollout.servers=[{url}]"])
-        serving = Pool(config, http, architecture="", secret=None, say=said.append)
+        serving = ServerPool(config, http, architecture="", secret=None, say=said.append)
         client = SglangClient(url, http)
         serving._serving[Server.of(client, None)] = client
         assert http.run(serving.check(0.5)) == {}, "one miss is no loss"

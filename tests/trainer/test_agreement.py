@@ -13,7 +13,7 @@ from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
-from megatron_dppo.rollout.local import Generated
+from megatron_dppo.rollout.local import GenerationResult
 from megatron_dppo.trainer.agreement import MAX_TOKENS, PROMPTS, SAMPLES, check_agreement
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -28,10 +28,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("policy"))
 
 
-class TwoServers(RolloutEngine[Generated]):
+class TwoServers(RolloutEngine[GenerationResult]):
     """One engine under two names, which under the second says something else of its tokens."""
 
-    def __init__(self, engine: RolloutEngine[Generated]) -> None:
+    def __init__(self, engine: RolloutEngine[GenerationResult]) -> None:
         self._engine = engine
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:

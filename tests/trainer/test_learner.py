@@ -15,7 +15,7 @@ from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import learning_rate
 from megatron_dppo.trainer.agreement import check_disagreement
-from megatron_dppo.trainer.learner import Learned
+from megatron_dppo.trainer.learner import UpdateMetrics
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.rollout.scripted import world_of
@@ -74,7 +74,9 @@ FRESH = 2
 """The one prompt that version 1 has answered; version 0 the others."""
 
 
-def learn_from_another_policys_rollouts(rank: int, size: int, config: Config, version: int) -> UserError | Learned:
+def learn_from_another_policys_rollouts(
+    rank: int, size: int, config: Config, version: int
+) -> UserError | UpdateMetrics:
     world, learner, _ = build(config)
     metadata, groups = step_of_groups(size)
     metadata.versions[FRESH] = 1

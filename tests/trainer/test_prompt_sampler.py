@@ -22,7 +22,7 @@ from megatron_dppo.data.prompts import PromptPool, SourcePool
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.pruning.forecast import PromptForecast, Visits
+from megatron_dppo.rl.pruning.forecast import Outcomes, PromptForecast
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Selection, StepMetadata
 from megatron_dppo.trainer.prompt_sampler import PromptOrder, PromptSampler
@@ -149,7 +149,7 @@ def test_resumed_sampler_draws_what_the_first_would_have(rule: str, predictor: s
 
 def test_what_is_learned_of_a_gradient_has_no_weight_of_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Σ_i (A_i·c_i·s_i)² with c = 1/L, whatever the chance with which the prompt was drawn; tokens per completion."""
-    learned: list[Visits] = []
+    learned: list[Outcomes] = []
     monkeypatch.setattr(PromptForecast, "judge_and_learn", lambda self, visits: learned.append(visits))
     step = step_metadata(6, SAMPLES, prompt_ids=np.arange(6), prompt_inclusion=np.linspace(0.2, 1.0, 6))
     PromptSampler(sampler_config(), made_up_pool(WINDOW)).remember(step)

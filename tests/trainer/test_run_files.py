@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluate import Evaluation, Shown
+from megatron_dppo.evaluation.evaluate import HeldOutScores, ShownAnswer
 from megatron_dppo.launch.rank import rank_main
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.run_logger import RunLogger
@@ -35,8 +35,8 @@ def run(config: Config, first: int) -> None:
     for step in range(first + 1 if first else 0, STEPS + 1):
         written.add({"rollout/raw_reward": step / 7, "perf/step_time": 0.5})
         if step in (0, STEPS):
-            shown = (Shown("1+1=", f"at {step}", "2", step == STEPS),)
-            written.evaluated(step, Evaluation({"eval/accuracy": step / STEPS}, shown, ()), {})
+            shown = (ShownAnswer("1+1=", f"at {step}", "2", step == STEPS),)
+            written.evaluated(step, HeldOutScores({"eval/accuracy": step / STEPS}, shown, ()), {})
         written.write(step)
     written.finish()
 

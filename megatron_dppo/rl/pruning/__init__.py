@@ -1,1 +1,1 @@
-"""What is left out by chance, and with which probability: prompts before rollouts, completions after them."""
+"""Random pruning with known probabilities: of prompts before rollouts, of completions after them."""

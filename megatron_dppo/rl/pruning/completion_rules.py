@@ -29,7 +29,7 @@ FUNCTION = "pruning.completions.function"
 
 @dataclass(frozen=True, slots=True)
 class CompletionCandidates:
-    """What a rule may know of the completions of one minibatch, whole groups: nothing that depends on the draw. [Q, G].
+    """A minibatch's completions as a rule sees them: whole groups, nothing that depends on the draw. [Q, G].
 
     A group of one right and three wrong answers has ``advantage`` [[1.73, −0.58, −0.58, −0.58]]. With 100 tokens each
     ``cost`` is [[100, 100, 100, 100]]. At ``pruning.max_weight`` 5 ``floor`` is [[0.2, 0.2, 0.2, 0.2]].
@@ -86,8 +86,8 @@ def neyman(candidates: CompletionCandidates, keep: float) -> Floats:
 def threshold_deterministic(candidates: CompletionCandidates, keep: float) -> Floats:
     """The rule of the DPPO paper's Appendix A, which drops by rank and not by chance.
 
-    0 for the lowest |A| among each group's prunable, floor((1 − keep)·their number) of them; 1 for all others. Of equal
-    |A| those sampled first are dropped first.
+    0 for the lowest |A| among each group's prunable, floor((1 − keep)·their number) of them; 1 for all others. Among
+    equal |A| the first sampled are dropped first.
     """
     kept = np.ones_like(candidates.advantage)
     low = prunable(candidates)
@@ -106,7 +106,7 @@ def draws_weight(candidates: CompletionCandidates, keep: float) -> Floats:
 def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
     """CPPO's rule (arXiv:2503.22342): 1 for the ``keep`` of the minibatch with the largest |A|, else 0, and no weights.
 
-    Of equal |A|, which binary rewards give many of, each group's first completions are kept before its second ones, so
+    Among equal |A|, frequent with binary rewards, each group's first completions are kept before its second ones, so
     that no prompt is preferred by more than one. |A| that differ by rounding alone count as equal.
     """
     magnitude = np.abs(candidates.advantage)
@@ -121,7 +121,7 @@ def top_k(candidates: CompletionCandidates, keep: float) -> Floats:
 def extremes(candidates: CompletionCandidates, keep: float) -> Floats:
     """BranchGRPO's pruning in width (arXiv:2509.06040): of each group the best and as many of the worst, else 0.
 
-    Half of ``keep`` of a group, one at least, on either side, and no weights. Of equal A the first are the worst.
+    Half of ``keep`` of a group, one at least, on either side, and no weights. Among equal A the first are the worst.
     """
     samples = candidates.advantage.shape[1]
     each = max(1, round(keep * samples / 2))
@@ -182,7 +182,7 @@ def completion_weight(rule: str, candidates: CompletionCandidates, inclusion: Fl
 def draw_completions(
     rule: str, candidates: CompletionCandidates, inclusion: Floats, rng: np.random.Generator, *, draw: str | None = None
 ) -> Bools:
-    """What is kept [Q, G], given the inclusion probabilities [Q, G], by the rule's own draw or the one named.
+    """Draw completions [Q, G] by inclusion probabilities [Q, G] and the rule's draw, or the draw named.
 
     Completions are sorted by (prompt, A). A systematic draw then spreads what it keeps over the prompts, and within
     each over bad and good completions.

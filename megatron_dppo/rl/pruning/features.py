@@ -1,4 +1,4 @@
-"""What can be read off a prompt before anything is generated for it, as numbers that a linear model can use."""
+"""Features of a prompt before anything is generated for it, as numbers for a linear model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PromptFeatures:
     data source, and hashed tokens and pairs of tokens. A prompt is read when it is first asked for. The scale comes
     from the pool alone, so that a resumed run has the same features without any state.
 
-    Of "2+3=" the plain features are, before they are scaled, [4, 1.61, 1.61, 2, 1.10, 5, 1.79, 3, 1.39]: 4 tokens, two
+    The plain features of "2+3=" are, before they are scaled, [4, 1.61, 1.61, 2, 1.10, 5, 1.79, 3, 1.39]: 4 tokens, two
     numbers of sum 5, the largest 3.
     """
 

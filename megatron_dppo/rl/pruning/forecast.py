@@ -1,8 +1,8 @@
-"""What a prompt's next group promises, also where the prompt was never seen: a model's answer, or the record's.
+"""Predictions of a prompt's next group, by a model or by the record; the model also predicts prompts never seen.
 
 Any predictor that has not seen a step's rollouts may set its inclusion probabilities: the gradient stays unbiased, and
-the better the prediction, the less its variance. So both predict every group before they learn of it, and the one that
-did better sets the next step's probabilities.
+the better the prediction, the less its variance. So both predict every group before they learn of it, and the better
+predictor sets the next step's probabilities.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Predictor = Literal["auto", "record", "model"]
 LOSS_DECAY = 0.9
 """Per step, of the losses by which ``auto`` chooses."""
 BINS = 10
-"""Of predicted probabilities, for the reliability curve."""
-Foreseen = tuple[str, int, int, float, float]
+"""Intervals of predicted probabilities in the reliability curve."""
+CalibrationBin = tuple[str, int, int, float, float]
 """Who predicted (``model``, ``record``), the tenth of [0, 1] in which the predictions lie, how many groups are there,
 the sum of their predicted chances, and the sum of the shares that turned out right. Where rewards are not 0 and 1, a
 chance is that of a group whose rewards differ."""
 
 
 @dataclass(frozen=True, slots=True)
-class Visits:
+class Outcomes:
     """A step's Q groups, as its predictions are held against them.
 
-        Visits(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3], tokens=[2.5])
+        Outcomes(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3], tokens=[2.5])
 
     is one group with a right and a wrong answer. The lists stand for arrays.
     """
@@ -53,17 +53,17 @@ class Visits:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class PredictorMetrics:
     """How well a step was predicted.
 
-        Judgement({"prune/brier_model": 0.05, ...}, notes=(), reliability=(("model", 3, 12, 4.1, 4.4), ...))
+        PredictorMetrics({"prune/brier_model": 0.05, ...}, notes=(), reliability=(("model", 3, 12, 4.1, 4.4), ...))
 
     gave 12 groups chances between 0.3 and 0.4, of which 4.4 groups' worth of answers turned out right.
     """
 
     metrics: Mapping[str, float]
     notes: tuple[str, ...]
-    reliability: tuple[Foreseen, ...]
+    reliability: tuple[CalibrationBin, ...]
 
     def added_to(self, plan: StepPlan) -> StepPlan:
         """The step's plan, with what its log and its census have of this."""
@@ -108,7 +108,7 @@ class PromptForecast(PromptHistory):
 
     @property
     def used(self) -> Literal["record", "model"]:
-        """What sets the next step's probabilities."""
+        """Predictor of the next step's probabilities."""
         if self._taught:
             return "model"
         if self._predictor != "auto":
@@ -137,10 +137,10 @@ class PromptForecast(PromptHistory):
             return super().expected_tokens(prompt_ids)
         return self._tokens.predict(self._features.of(prompt_ids))
 
-    def judge_and_learn(self, visits: Visits) -> Judgement:
+    def judge_and_learn(self, visits: Outcomes) -> PredictorMetrics:
         """Hold the predictions against a step's groups; only then learn of them."""
         if not len(visits.prompt_ids):
-            return Judgement({}, (), ())
+            return PredictorMetrics({}, (), ())
         visits = replace(visits, rewards=without_rounding(visits.rewards))
         if self.binary and not is_binary(visits.rewards):
             self.binary = False  # from now on what is predicted is whether a group's rewards differ
@@ -149,7 +149,7 @@ class PromptForecast(PromptHistory):
         self._learn(visits)
         return judgement
 
-    def _judge(self, visits: Visits) -> Judgement:
+    def _judge(self, visits: Outcomes) -> PredictorMetrics:
         right, trials = self._outcomes(visits)
         chance = self._success.predict(visits.prompt_ids, self._features.of(visits.prompt_ids))
         alpha, beta = self.posterior(visits.prompt_ids)
@@ -170,9 +170,9 @@ class PromptForecast(PromptHistory):
             "prune/predicted_by_model": float(before == "model"),
         }
         curves = [row for name, said in predicted.items() for row in _reliability(name, said, observed)]
-        return Judgement(metrics, self._change(before), tuple(curves))
+        return PredictorMetrics(metrics, self._change(before), tuple(curves))
 
-    def _learn(self, visits: Visits) -> None:
+    def _learn(self, visits: Outcomes) -> None:
         features = self._features.of(visits.prompt_ids)
         sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
         self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
@@ -183,7 +183,7 @@ class PromptForecast(PromptHistory):
         self._tokens.learn(features, visits.tokens)
         self.update(visits.prompt_ids, visits.rewards, visits.advantages)
 
-    def _outcomes(self, visits: Visits) -> tuple[Floats, Floats]:
+    def _outcomes(self, visits: Outcomes) -> tuple[Floats, Floats]:
         """[Q] and [Q]: successes and trials: right answers of all, or whether the rewards of the group differ."""
         if self.binary:
             right = (visits.rewards == 1.0).sum(axis=1)
@@ -217,7 +217,8 @@ class PromptForecast(PromptHistory):
 
 
 def beta_log_likelihood(right: Floats, trials: Floats, alpha: Floats, beta: Floats) -> Floats:
-    """[N], of one order of so many right ones among the trials, whose probability has a Beta distribution. All [N]."""
+    """Log-likelihood [N] of one ordering of ``right`` successes among ``trials``; the probability has a Beta
+    distribution."""
     before = np.arange(int(trials.max(initial=0.0)))
 
     def rising(start: Floats, length: Floats) -> Floats:
@@ -229,7 +230,7 @@ def beta_log_likelihood(right: Floats, trials: Floats, alpha: Floats, beta: Floa
     return rising(alpha, right) + rising(beta, trials - right) - rising(alpha + beta, trials)
 
 
-def _reliability(name: str, predicted: Floats, observed: Floats) -> list[Foreseen]:
+def _reliability(name: str, predicted: Floats, observed: Floats) -> list[CalibrationBin]:
     """A row for each bin of predictions that has groups."""
     bins = np.minimum((BINS * predicted).astype(np.int64), BINS - 1)
     counts, said, seen = (np.bincount(bins, weights, BINS) for weights in (None, predicted, observed))

@@ -1,4 +1,4 @@
-"""What is known of each prompt from earlier visits. The rules for prompts may use this and nothing else."""
+"""Reward history of each prompt, from earlier visits: all that the rules for prompts may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pruning did to a step: ``prune/…`` for the log, and the census of its completions for the pictures."""
+"""Metrics of a step's pruning: ``prune/…`` for the log, and the census of completions for the pictures."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.census import Cell, Census
-from megatron_dppo.rl.pruning.minibatch import Pruned
+from megatron_dppo.rl.census import Cell, PruningStats
+from megatron_dppo.rl.pruning.minibatch import PruningDraw
 from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
@@ -22,11 +22,11 @@ PER_DEVIATION = 2
 PER_OCTAVE_OF_LENGTH = 4
 PER_OCTAVE_OF_SCORE = 2
 WIDEST_SCORE = 4
-"""Octaves to either side of the median score. What lies beyond is counted with the last."""
+"""Octaves to either side of the median score. Scores beyond are counted with the last."""
 
 
 def prune_metrics(
-    window: float, parts: Sequence[tuple[StepMetadata, Pruned]], *, biased_prompts: bool = False
+    window: float, parts: Sequence[tuple[StepMetadata, PruningDraw]], *, biased_prompts: bool = False
 ) -> dict[str, float]:
     """``prune/…`` of a step.
 
@@ -84,15 +84,15 @@ def prune_metrics(
     return metrics
 
 
-def _of_all(parts: Sequence[tuple[StepMetadata, Pruned]], *names: str) -> list[NDArray[Any]]:
+def _of_all(parts: Sequence[tuple[StepMetadata, PruningDraw]], *names: str) -> list[NDArray[Any]]:
     """Arrays of all draws: of each name one [Q, G], over the groups of all parts."""
     return [np.concatenate([getattr(pruned, name) for _, pruned in parts]) for name in names]
 
 
-def left_out(part: StepMetadata) -> Pruned:
+def left_out(part: StepMetadata) -> PruningDraw:
     """The draw of groups that a rule left out after their rollouts: nothing of them is kept."""
     zeros, nothing = np.zeros(part.rewards.shape), np.zeros(part.rewards.shape, dtype=np.bool_)
-    return Pruned(
+    return PruningDraw(
         zeros,
         zeros,
         zeros,
@@ -105,7 +105,7 @@ def left_out(part: StepMetadata) -> Pruned:
     )
 
 
-def variance_inflation(parts: Sequence[tuple[StepMetadata, Pruned]]) -> float:
+def variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> float:
     """By how much pruning multiplies the sum of squares of the terms: Σ h²/(π_prompt·π) over Σ h²; 1 without pruning.
 
     h is the proxy |A|·c·√Σ_t(1−p_t)² of a term's norm, with ``magnitude`` for |A| where there is a teacher. Both sums
@@ -141,7 +141,7 @@ class Noise:
         return self.sampling + self.prompts + self.completions
 
 
-def gradient_noise(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Noise:
+def gradient_noise(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> Noise:
     """The noise of a step whose weights are 1/(π_prompt·π)."""
     sampling = prompts = completions = 0.0
     for part, pruned in parts:
@@ -152,19 +152,19 @@ def gradient_noise(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Noise:
     return Noise(sampling, prompts, completions)
 
 
-def _squares(part: StepMetadata, pruned: Pruned) -> Floats:
+def _squares(part: StepMetadata, pruned: PruningDraw) -> Floats:
     """[Q, G], h²/π_prompt: a completion's term in the estimate of Σ h² over the window."""
     squares: Floats = _term_norm(part, pruned) ** 2 / part.prompt_inclusion[:, None]
     return squares
 
 
-def _term_norm(part: StepMetadata, pruned: Pruned) -> Floats:
+def _term_norm(part: StepMetadata, pruned: PruningDraw) -> Floats:
     """[Q, G], h."""
     norm: Floats = pruned.magnitude * pruned.coefficient * part.score_norms
     return norm
 
 
-def _weighted_by_inclusion(part: StepMetadata, pruned: Pruned) -> bool:
+def _weighted_by_inclusion(part: StepMetadata, pruned: PruningDraw) -> bool:
     """Whether every completion with an advantage may be kept, and then has the weight 1/(π_prompt·π)."""
     has_advantage = pruned.advantage != 0.0
     back = (pruned.weight * pruned.inclusion * part.prompt_inclusion[:, None])[has_advantage]
@@ -176,7 +176,7 @@ def _tokens_not_rolled_out(part: StepMetadata) -> float:
     return float((group * (1.0 / part.prompt_inclusion - 1.0)).sum())
 
 
-def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
+def census(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> PruningStats:
     """Count a step's completions: of all its minibatches, and of the groups that were ``left_out``."""
     rewards, tokens = (np.concatenate([getattr(part, name) for part, _ in parts]) for name in ("rewards", "tokens"))
     lengths = np.concatenate([part.response_lengths for part, _ in parts]).astype(np.float64)
@@ -197,7 +197,7 @@ def census(parts: Sequence[tuple[StepMetadata, Pruned]]) -> Census:
     better = np.broadcast_to((side > 0.0).sum(axis=1, keepdims=True) / samples, side.shape)
     typical = float(np.median(score[has_advantage])) if has_advantage.any() else 1.0
     octaves = np.clip(_log2(score / (typical or 1.0)), -WIDEST_SCORE, WIDEST_SCORE)
-    return Census(
+    return PruningStats(
         kept=total(kept),
         pruned=total(~kept & ~zero_advantage),
         zero_advantage=total(~kept & zero_advantage),

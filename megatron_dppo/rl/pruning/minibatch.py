@@ -21,7 +21,7 @@ from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class PruningDraw:
     """A minibatch of Q groups after its draw. Arrays are [Q, G].
 
     The paper's rule at ``keep`` 0.5 on one right and two wrong answers has ``inclusion`` [[1, 0.5, 0.5]] and ``weight``
@@ -46,12 +46,12 @@ class Pruned:
     normaliser: float
     """Z"""
     magnitude: Floats
-    """Of the advantages of a completion's tokens, see :func:`magnitudes`; |A| without a teacher."""
+    """Size of a completion's token advantages, see :func:`magnitudes`; |A| without a teacher."""
 
 
 def prune_minibatch(
     part: StepMetadata, config: Config, objective: Objective, *, keep: float, rng: np.random.Generator
-) -> Pruned:
+) -> PruningDraw:
     """Draw what a minibatch trains on.
 
     No weight exceeds ``pruning.max_weight``, since no completion's probability is below 1/(max_weight·π_prompt).
@@ -89,7 +89,7 @@ def prune_minibatch(
             prompt_inclusion=part.prompt_inclusion,
             kept=kept,
         )
-    return Pruned(
+    return PruningDraw(
         advantage=candidates.advantage,
         coefficient=coefficient(objective.aggregation, part.sampled_lengths),
         inclusion=inclusion,
@@ -107,7 +107,7 @@ def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
 
     A server's tokens have the advantages A + β·log q/p, whose mean square is (A + β·mean)² + (β·deviation)².
 
-    Of a teacher's whole distribution a token's gradient by the logits is −A·(e_t − p) + β·p·(log(p/q) − KL), where the
+    With a teacher's whole distribution a token's gradient by the logits is −A·(e_t − p) + β·p·(log(p/q) − KL). The
     log-ratios are known only once the teacher has read the rollouts. They are taken to be of size 1, and the two terms
     to be orthogonal: √(A² + β²). Either vanishes where the policy is certain, so that both are multiplied by the norm
     of the scores. That is a guess: it sets probabilities, and no weight depends on its being right.
@@ -120,7 +120,7 @@ def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
 def completion_candidates(
     part: StepMetadata, config: Config, objective: Objective, segments: Floats
 ) -> CompletionCandidates:
-    """What a rule may know of a minibatch's completions, whose segments have the advantages ``segments``."""
+    """Candidates of a minibatch for a rule; ``segments`` are the advantages of their segments."""
     advantage, prompt_inclusion = completion_advantages(part, segments), part.prompt_inclusion[:, None]
     c = coefficient(objective.aggregation, part.sampled_lengths)
     rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)

@@ -23,9 +23,9 @@ FUNCTION = "pruning.prompts.function"
 
 @dataclass(frozen=True, slots=True)
 class PromptCandidates:
-    """What a rule may know of the N prompts of a window: earlier visits, and nothing of this step.
+    """The N prompts of a window as a rule sees them: earlier visits, and nothing of this step.
 
-    Of two prompts, the first seen once with one right answer of four and the second never, ``last_magnitude`` is
+    For two prompts, the first seen once with one right answer of four and the second never, ``last_magnitude`` is
     [0.87, nan] and ``equal_visits`` [0, 0].
     """
 
@@ -75,7 +75,7 @@ def neyman(candidates: PromptCandidates, keep: float) -> Floats:
 def greso(candidates: PromptCandidates, keep: float) -> Floats:
     """GRESO's rule (arXiv:2506.02177): max(p^z, 0.01), where the latest z visits, without a break, gave equal rewards.
 
-    The more often a prompt gave equal rewards, the more often it is skipped. What is kept has weight 1, so that the
+    The more often a prompt gave equal rewards, the more often it is skipped. Kept prompts have weight 1, so that the
     objective drifts toward prompts of mixed reward. ``keep`` has one use: the rule is off if it is 1.
     """
     if keep == 1.0:

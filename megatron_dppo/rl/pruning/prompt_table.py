@@ -1,4 +1,4 @@
-"""What is known of each prompt, as rows of numbers: a pool has millions of prompts."""
+"""Records of prompts as rows of numbers: a pool has millions of prompts."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ Candidates = TypeVar("Candidates")
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Candidates]):
-    """What a pruning rule is: an entry of ``PROMPT_RULES`` or ``COMPLETION_RULES``.
+    """Pruning rule: an entry of ``PROMPT_RULES`` or ``COMPLETION_RULES``.
 
         Rule(threshold, draw_bernoulli)
 
@@ -152,7 +152,7 @@ def capped_proportional(scores: Floats, costs: Floats, budget: float, floor: Flo
 def _proportional(rate: Floats, costs: Floats, budget: float, floor: Floats) -> Floats:
     """clip(c·rate, floor, 1) for positive rates and a budget between what the floors and what all of them cost.
 
-    What is spent grows with c and is linear between the values of c at which a unit leaves its floor or meets its cap.
+    The cost grows with c and is linear between the values of c at which a unit leaves its floor or meets its cap.
     A bisection over these finds the stretch in which the budget is met, and there c has a closed form.
     """
     rate = np.maximum(rate / rate.max(), 1e-300)  # keeps the breakpoints finite

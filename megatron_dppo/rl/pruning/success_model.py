@@ -1,9 +1,9 @@
-"""What is predicted of a prompt from its features and its own visits, by models that learn from step to step.
+"""Predictions for a prompt from its features and its own visits, by models that learn from step to step.
 
-How likely its next answers are right: an online Bayesian logistic regression with a random intercept for each prompt (a
-generalised linear mixed model). Approximations are Laplace's; expectations are taken by Gauss-Hermite quadrature. How
-large its gradient is, and how long its answers are: a linear model. Both have a Gaussian belief about weights, which
-fades as the policy moves on.
+An online Bayesian logistic regression, with a random intercept for each prompt (a generalised linear mixed model),
+predicts whether answers are right. Approximations are Laplace's; expectations are taken by Gauss-Hermite quadrature. A
+linear model predicts gradient sizes and answer lengths. Both have a Gaussian belief about weights, which fades as the
+policy moves on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_dppo.rl.pruning.prompt_table import PromptTable
 from megatron_dppo.rl.types import Floats, Ints
 
 INTERCEPT_KEPT = 0.97
-"""What a prompt's intercept keeps from one update of the policy to the next: a visit 23 updates ago counts half."""
+"""Factor of a prompt's intercept from one update of the policy to the next: a visit 23 updates ago counts half."""
 SPREADS = 0.05 * 2.0 ** np.arange(8)
 """τ², from 0.05 to 6.4: candidates for the variance of intercepts, that is how much prompts of like features differ."""
 USUAL_SPREAD = 0.4
@@ -37,7 +37,7 @@ def sigmoid(logits: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """What is believed of N probabilities, whose logits are Gaussian.
+    """Belief about N probabilities, whose logits are Gaussian.
 
         Chance(logit=np.array([0.0]), variance=np.array([1.0]))
 
@@ -61,7 +61,7 @@ class Chance:
         return expected
 
     def log_likelihood(self, right: Floats, trials: Floats) -> Floats:
-        """[N], of one order of so many right ones among the trials, both [N]."""
+        """Log-likelihood [N] of one ordering of ``right`` successes among ``trials``, both [N]."""
         p = self._nodes()
         each = right[:, None] * np.log(p) + (trials - right)[:, None] * np.log1p(-p)
         largest = each.max(axis=1)
@@ -74,9 +74,8 @@ class Chance:
 
 
 INTERCEPT = {"mean": 0.0, "share": 1.0, "update": 0.0}
-"""What a prompt's visits said of it beyond its features; here of one never seen. With mean = 0.6, share = 0.4 and
-update = 12 it was last learned of before the policy's 13th update. The prompt is easier than its features say; 0.4 of
-τ² is unknown."""
+"""Intercept of a prompt never seen. With mean = 0.6, share = 0.4 and update = 12 it was last updated before the
+policy's 13th update. The prompt is easier than its features predict; 0.4 of τ² is unknown."""
 
 
 class SuccessModel:
@@ -100,13 +99,13 @@ class SuccessModel:
         return float(SPREADS[self._evidence.argmax()])
 
     def predict(self, prompt_ids: Ints, features: Floats) -> Chance:
-        """Of N prompts with features [N, D]."""
+        """Predict N prompts with features [N, D]."""
         logit, variance = self._weights.predict(features)
         mean, share = self._intercepts_of(prompt_ids)
         return Chance(logit + mean, variance + share * self.spread)
 
     def learn(self, prompt_ids: Ints, features: Floats, right: Floats, trials: Floats) -> None:
-        """What was seen of Q prompts with features [Q, D]: so many right ones of so many trials. One update of the
+        """Learn from Q prompts with features [Q, D]: ``right`` of ``trials`` answers, both [Q]. One update of the
         policy follows."""
         if len(prompt_ids):
             mean, share = self._intercepts_of(prompt_ids)
@@ -176,12 +175,12 @@ def _shift(offset: Floats, prior: Floats, right: Floats, trials: Floats) -> tupl
 
 
 PRIOR_VARIANCE = 0.05
-"""Of a feature's weight, where features have deviation 1: 59 of them give a logit the deviation 1.7 before any data."""
+"""Prior variance of a feature's weight, at deviation 1: 59 features give a logit the deviation 1.7 before any data."""
 CONSTANT_VARIANCE = 4.0
 """The same of the constant."""
 WEIGHTS_KEPT = 0.999
-"""What a weight's mean keeps from one update of the policy to the next. Its variance goes back to the prior's as fast,
-so that what was learned 700 updates ago counts half."""
+"""Factor of a weight's mean from one update of the policy to the next. Its variance goes back to the prior's as fast,
+so that an observation 700 updates ago counts half."""
 
 
 class Weights:
@@ -243,7 +242,7 @@ class SizeModel:
         return expected
 
     def learn(self, features: Floats, sizes: Floats) -> None:
-        """What was seen of Q prompts with features [Q, D]: positive sizes [Q]. One update of the policy follows."""
+        """Learn from Q prompts with features [Q, D]: positive sizes [Q]. One update of the policy follows."""
         if len(sizes):
             self._weights.condition(features, np.log(sizes), np.full(len(sizes), self.NOISE_VARIANCE))
             fitted = np.exp(self._weights.predict(features)[0])

@@ -12,9 +12,9 @@ import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import joined
-from megatron_dppo.rollout.engine import Completions, Look, Progress, Sampling, SoFar
+from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollout, PartialRollouts, Sampling
 from megatron_dppo.rollout.servers.client import ServerClient
-from megatron_dppo.rollout.tree import Branches, Entropies, Stem, TreePath, forks_of, grown, leaves_of, root_of
+from megatron_dppo.rollout.tree import Branches, Entropies, Prefix, TreePath, forks_of, grown, leaves_of, root_of
 
 LOOK_S = 0.05
 """How often groups that are complete are looked at, while others are waited for."""
@@ -24,21 +24,21 @@ LOOK_S = 0.05
 class PartialCompletion:
     """A completion of which some tokens are there."""
 
-    stem: Stem
-    """What it began with."""
+    stem: Prefix
+    """Start of the completion."""
     slot: int
-    """Of the stem's."""
+    """Slot among the stem's."""
     parts: list[Completion] = field(default_factory=list)
-    """What servers gave after that, in order."""
+    """Continuations from servers, in order."""
     entropies: list[Entropies] = field(default_factory=list)
-    """Of the parts, where they are asked for."""
+    """Entropies of the parts, if requested."""
     server: ServerClient | None = None
-    """That gave the last part, or before there is one the stem, which is in its cache; None: no server has."""
+    """Server of the last part, or before any part the server whose cache holds the stem; None: no server."""
     ended: bool = False
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the prompt and of the response so far."""
+        """Tokens of the prompt and of the response so far."""
         return [*self.stem.token_ids.tolist(), *(token for part in self.parts for token in part.token_ids.tolist())]
 
     @property
@@ -56,17 +56,22 @@ class PartialCompletion:
         return grown(self.stem, self.slot, joined(self.parts), entropies, branches)
 
 
-class Batch:
+class RequestBatch:
     """Prompts under way. The main thread waits for it, and reads how far it is."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, number: int, so_far: Progress | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        oldest: int,
+        number: int,
+        so_far: PartialRollouts | None = None,
     ) -> None:
         self.prompts, self.sampling, self.number = prompts, sampling, number
         self.oldest = oldest
         """Version before which no token may be made from now on."""
         self.samples = [self._samples(index, (so_far or {}).get(p.id, ())) for index, p in enumerate(prompts)]
-        """Of each prompt what begins with it."""
+        """Completions that begin with each prompt."""
         self.broken_off = False
         """Whether no more of it is to be asked."""
         self.paths: list[list[TreePath]] = [[] for _ in prompts]
@@ -93,15 +98,15 @@ class Batch:
         """Until it is finished or has failed, for so long at most."""
         self._over.wait(seconds)
 
-    def progress(self) -> Progress:
+    def progress(self) -> PartialRollouts:
         """How far it is, where nothing forks."""
         samples = {prompt.id: each for prompt, each in zip(self.prompts, self.samples, strict=True)}
         return {
-            prompt: [SoFar(one.slot, joined(one.parts), one.ended) for one in each if not one.fresh]
+            prompt: [PartialRollout(one.slot, joined(one.parts), one.ended) for one in each if not one.fresh]
             for prompt, each in samples.items()
         }
 
-    def _samples(self, index: int, so_far: Sequence[SoFar]) -> list[PartialCompletion]:
+    def _samples(self, index: int, so_far: Sequence[PartialRollout]) -> list[PartialCompletion]:
         stem = root_of(self.prompts[index], self.sampling.samples, self.sampling.branches)
         known = {each.slot: each for each in so_far}
         return [
@@ -149,7 +154,7 @@ def alike_so_far(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialC
     return [*([fresh] if fresh else []), *([sample] for sample in samples if not sample.fresh)]
 
 
-def wait(batch: Batch, seconds: float, look: Look | None) -> None:
+def wait(batch: RequestBatch, seconds: float, look: GroupCallback | None) -> None:
     """Until a batch is over and nobody is at work on its groups, for so long at most."""
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0.0:

@@ -1,4 +1,4 @@
-"""What the trainer asks of one server, of either kind. ``sglang.py`` and ``vllm.py`` translate it."""
+"""Requests of the trainer to one server, of either kind. ``sglang.py`` and ``vllm.py`` translate them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ if TYPE_CHECKING:  # what runs servers needs neither torch nor Megatron
     from megatron_dppo.parallel.world import World
 
 InFlight = Literal["retract", "keep", "abort"]
-"""What becomes of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
+"""Fate of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
 
 WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Sampling of SGLang and vLLM from all tokens, each with its own probability."""
 INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
 ROUTING_FLAG = "--enable-return-routed-experts"
-"""What SGLang and vLLM alike are started with to say which experts they chose."""
+"""Flag of SGLang and vLLM alike that has them report the experts they chose."""
 TOP_LOGPROBS = 20
-"""Of how many tokens a server tells the log-probabilities where entropies are asked for: as many as vLLM does unless it
-is told otherwise."""
+"""Tokens whose log-probabilities a server reports when entropies are requested: vLLM's default limit."""
 ADAPTER = "policy"
 """Name of a run's adapter at the servers."""
 CONTROL_S = 30.0
@@ -41,7 +40,7 @@ CONTROL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself at the first contact."""
+    """Properties of a server, as reported at the first contact."""
 
     model: str
     """Path of the model that it was started with."""
@@ -50,13 +49,13 @@ class ServerInfo:
     ranks: int
     """Its ranks, each of which joins a group for weights."""
     version: str
-    """Of its weights, as it was last told."""
+    """Version of its weights, as last set."""
     dtype: str | None
-    """Of its weights, ``float32``; None where the server does not say."""
+    """Type of its weights, ``float32``; None if not reported."""
     max_tokens: int | None
     """Longest sequence, prompt and response; None where the server does not say."""
     stages: int = 1
-    """Of its pipeline, where the ranks of all stages would join a group as those of the first."""
+    """Pipeline stages, if the ranks of all stages would join a group as those of the first."""
     nccl: str | None = None
     """Version of its NCCL, ``2.29.7``; None where the server does not say."""
     routing: bool = False
@@ -83,7 +82,7 @@ class GenerateRequest:
     seed: int | None
     """Used where the server takes seeds. Whether the same seed gives the same completion depends on the server."""
     routing: RoutingShape | None = None
-    """Of what the server is to say about its choice of experts; None: nothing."""
+    """Shape of the routing that the server reports; None: no routing."""
     entropies: bool = False
     """Whether it is to tell enough of each token's distribution for :func:`least_entropies`."""
 
@@ -125,7 +124,7 @@ class WeightGroup:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a bucket holds: tensors one after the other in one flat buffer of bytes, without gaps."""
+    """Content of a bucket: tensors one after the other in one flat buffer of bytes, without gaps."""
 
     names: Sequence[str]
     dtypes: Sequence[str]
@@ -229,11 +228,12 @@ class ServerClient(ABC):
     def routing(
         self, request: GenerateRequest, length: int, reason: str, told: NDArray[np.integer] | None
     ) -> Routing | None:
-        """What a server told of its routing, for a continuation of ``length`` tokens, in the form of a result.
+        """Parse a server's routing for a continuation of ``length`` tokens.
 
-        A request that it aborts while it waits has none. That of its continuation begins with the prompt again.
+        A request that is aborted while it waits has none. The next request's begins with the prompt again.
 
         Raises:
+            ServerError: the requested routing is missing or impossible.
             ServerError: it was asked and told nothing, or what cannot be.
         """
         shape = request.routing

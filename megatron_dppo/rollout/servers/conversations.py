@@ -96,7 +96,7 @@ class ConversationClient:
         return await self._in_http(self._post(url, payload))
 
     async def version(self) -> str:
-        """Of the server's weights, now, as it tells it."""
+        """Version of the server's weights, now, as it reports it."""
         return await self._in_http(self.server.version())
 
     async def read_versions(self, told: Sequence[tuple[str, int]]) -> list[VersionSpan]:

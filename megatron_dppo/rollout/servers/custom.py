@@ -31,7 +31,7 @@ from megatron_dppo.rollout.servers.http import in_url
 
 
 def conversations_of(config: Config) -> Conversations | None:
-    """What has the conversations of a run; None where a completion is one request.
+    """Conversations of a run; None if a completion is one request.
 
     Raises:
         UserError: the function cannot be found or imported, or cannot be called as it would be.
@@ -138,7 +138,7 @@ class _Read(NamedTuple):
 
 
 def _read(sample: Any, prompt: Sequence[int], limit: int) -> _Read:
-    """What comes after a prompt, cut off at ``limit`` tokens."""
+    """Read the response after a prompt, cut off at ``limit`` tokens."""
     if not isinstance(sample, Sample):
         problem = f"returned a {type(sample).__name__}, not the sample that it was given, nor a list of samples"
         raise UnusableError(problem)

@@ -1,6 +1,6 @@
 """One rank's prompts, spread over the servers that serve, until every sample of every prompt is there exactly once.
 
-Everything here runs in the HTTP thread; the main thread waits for a :class:`Batch`. A prompt is one request for
+Everything here runs in the HTTP thread; the main thread waits for a :class:`RequestBatch`. A prompt is one request for
 all its samples. A request that a server breaks off is sent again to another one, whole. A request that a server aborts
 is continued from the tokens that it gave. No group is left out because it is slow: slow ones are the long ones, and
 without them the gradient would be biased.
@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.engine import Progress, Sampling
-from megatron_dppo.rollout.servers.batch import Batch, PartialCompletion, alike_so_far
+from megatron_dppo.rollout.engine import PartialRollouts, Sampling
+from megatron_dppo.rollout.servers.batch import PartialCompletion, RequestBatch, alike_so_far
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
@@ -77,7 +77,7 @@ class Dispatcher:
         self._failures = Counter[ServerClient]()
         """In a row."""
         self._lost: dict[str, str] = {}
-        self._running = weakref.WeakKeyDictionary[Batch, Future[None]]()
+        self._running = weakref.WeakKeyDictionary[RequestBatch, Future[None]]()
         self._waiting: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
         """Those that wait for room or for a server, with their places."""
         self._numbers = itertools.count()
@@ -97,8 +97,8 @@ class Dispatcher:
         self._http.run(self._serve_from(clients))
 
     def begin(
-        self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, so_far: Progress | None = None
-    ) -> Batch:
+        self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, so_far: PartialRollouts | None = None
+    ) -> RequestBatch:
         """Ask for all of these prompts, and return at once.
 
         Args:
@@ -107,19 +107,19 @@ class Dispatcher:
             oldest: version before which no token may be made; a server that gives an older one is lost.
             so_far: what there is of them; what has ended is not asked for.
         """
-        batch = Batch(prompts, sampling, oldest, next(self._numbers), so_far)
+        batch = RequestBatch(prompts, sampling, oldest, next(self._numbers), so_far)
         future = self._http.start(self._run(batch))
         future.add_done_callback(lambda future: batch.over(_outcome(future)))
         self._running[batch] = future
         return batch
 
-    def ask_no_more(self, batches: Sequence[Batch]) -> None:
-        """Of these. What servers are at work on comes back yet."""
+    def ask_no_more(self, batches: Sequence[RequestBatch]) -> None:
+        """Send no further requests. Those in flight still return."""
         for batch in batches:
             batch.broken_off = True
         self._http.run(self._let_go())
 
-    def progress(self, batches: Sequence[Batch], wait_s: float) -> list[Progress]:
+    def progress(self, batches: Sequence[RequestBatch], wait_s: float) -> list[PartialRollouts]:
         """How far batches are of which no more is asked, once servers have aborted them; what does not come back within
         so many seconds is given up."""
         until = time.monotonic() + wait_s
@@ -131,7 +131,7 @@ class Dispatcher:
     async def _let_go(self) -> None:
         self._wake()
 
-    async def _progress(self, batches: Sequence[Batch]) -> list[Progress]:
+    async def _progress(self, batches: Sequence[RequestBatch]) -> list[PartialRollouts]:
         return [batch.progress() for batch in batches]
 
     async def _take_lost(self) -> dict[str, str]:
@@ -149,10 +149,10 @@ class Dispatcher:
             self._asked.setdefault(client, set())
         self._wake()
 
-    async def _run(self, batch: Batch) -> None:
+    async def _run(self, batch: RequestBatch) -> None:
         await _all(self._prompt(batch, index) for index in range(len(batch.prompts)))
 
-    async def _prompt(self, batch: Batch, index: int) -> None:
+    async def _prompt(self, batch: RequestBatch, index: int) -> None:
         """See one prompt through."""
         samples = batch.samples[index]
         batch.some_ended(index, [sample for sample in samples if sample.ended])
@@ -163,7 +163,7 @@ class Dispatcher:
 
     async def _samples(
         self,
-        batch: Batch,
+        batch: RequestBatch,
         index: int,
         samples: Sequence[PartialCompletion],
         attempt: int = 0,
@@ -197,7 +197,12 @@ class Dispatcher:
         await _all([*continued, *(self._samples(batch, index, each) for each in forks)])
 
     async def _part(
-        self, batch: Batch, index: int, samples: Sequence[PartialCompletion], attempt: int, failed: set[ServerClient]
+        self,
+        batch: RequestBatch,
+        index: int,
+        samples: Sequence[PartialCompletion],
+        attempt: int,
+        failed: set[ServerClient],
     ) -> str | None:
         """Ask one server for a continuation of each of these samples, which have the same tokens so far.
 
@@ -250,7 +255,7 @@ class Dispatcher:
             sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
 
-    def _request(self, batch: Batch, samples: Sequence[PartialCompletion], attempt: int) -> GenerateRequest:
+    def _request(self, batch: RequestBatch, samples: Sequence[PartialCompletion], attempt: int) -> GenerateRequest:
         sampling, first = batch.sampling, samples[0]
         return GenerateRequest(
             token_ids=first.token_ids,

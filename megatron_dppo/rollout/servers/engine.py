@@ -19,8 +19,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Completions, Look, Progress, Sampling, WeightSource
-from megatron_dppo.rollout.servers.batch import Batch, wait
+from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollouts, Sampling, WeightSource
+from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.custom import conversations_of
@@ -28,7 +28,7 @@ from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.nccl import loaded
-from megatron_dppo.rollout.servers.pool import CLIENTS, Pool, Server
+from megatron_dppo.rollout.servers.pool import CLIENTS, Server, ServerPool
 from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
@@ -39,13 +39,13 @@ BREAK_OFF_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rank tells the others while it waits."""
+    """Progress of a rank, for all ranks while they wait."""
 
     unfinished: int
     lost: Mapping[str, str]
     error: Exception | None
     idle_s: float
-    """Since a prompt of this rank was finished, or the wait began."""
+    """Seconds since a prompt of this rank was finished, or the wait began."""
     late: str
     """The conversation that has been under way for ``run.late_s`` or longer; empty: none."""
 
@@ -87,10 +87,10 @@ class ServerEngine:
             self._conversations = conversations
             if conversations is not None:
                 opened.callback(conversations.close)
-            self._pool: Pool | None = None
+            self._pool: ServerPool | None = None
             if world.leads:
                 architecture, secret = shape.architecture, self.secret
-                self._pool = Pool(
+                self._pool = ServerPool(
                     config, self._http, architecture=architecture, secret=secret, say=say, our_nccl=our_nccl
                 )
                 opened.callback(self._pool.close)
@@ -105,19 +105,19 @@ class ServerEngine:
 
     @property
     def timings(self) -> Timings:
-        """Of the last update."""
+        """Timings of the last update."""
         return self._sync.timings
 
     @property
-    def _leaders_pool(self) -> Pool:
+    def _leaders_pool(self) -> ServerPool:
         assert self._pool is not None, "only the leader has a pool"
         return self._pool
 
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> RequestBatch:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
-    def break_off(self, pending: Sequence[Batch]) -> list[Progress] | None:
-        """Conversations and trees are not: of a function's turns, and of forks, servers know nothing."""
+    def break_off(self, pending: Sequence[RequestBatch]) -> list[PartialRollouts] | None:
+        """Not for conversations and trees: servers know nothing of a function's turns or of forks."""
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
         self._dispatcher.ask_no_more(pending)
@@ -128,11 +128,11 @@ class ServerEngine:
         self.resume()
         return progress
 
-    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Progress) -> Batch:
+    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: PartialRollouts) -> RequestBatch:
         known = None if self._conversations is not None or sampling.branches else so_far
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
-    def finish(self, pending: Batch, look: Look | None = None) -> Completions:
+    def finish(self, pending: RequestBatch, look: GroupCallback | None = None) -> Completions:
         """Wait until the prompts of all ranks are answered. Ranks exchange how far they are, at least once a second.
 
         Raises:
@@ -214,11 +214,11 @@ class ServerEngine:
         Raises:
             UserError: on every rank, if no server is left, and none comes back.
         """
-        batches: dict[Server, Batch] = {}
+        batches: dict[Server, RequestBatch] = {}
         self._checking, self._checked = None, time.monotonic()
 
         def look() -> dict[str, str] | None:
-            """What is wrong with servers; None once all have answered."""
+            """Problems of servers; None once all have answered."""
             for server in self.servers:
                 if server not in batches:
                     alone = self._new_dispatcher(attempts=1)
@@ -258,7 +258,7 @@ class ServerEngine:
     def close(self) -> None:
         self._opened.close()
 
-    def _report(self, batch: Batch, began: float) -> _Report:
+    def _report(self, batch: RequestBatch, began: float) -> _Report:
         lost = self._dispatcher.take_lost()
         if self._pool is not None:
             lost = {**self._unhealthy(self._pool), **lost}
@@ -266,8 +266,8 @@ class ServerEngine:
         late = self._conversations.late(self._config.run.late_s) if self._conversations is not None else ""
         return _Report(batch.unfinished, lost, batch.error, idle, late)
 
-    def _unhealthy(self, pool: Pool) -> dict[str, str]:
-        """What the leader's health checks have found since the last call. They run in the HTTP thread."""
+    def _unhealthy(self, pool: ServerPool) -> dict[str, str]:
+        """Findings of the leader's health checks since the last call. They run in the HTTP thread."""
         timeout_s = self._config.rollout.health_timeout_s
         if self._checking is not None and self._checking.done():
             checking, self._checking, self._checked = self._checking, None, time.monotonic()

@@ -45,7 +45,7 @@ class ServerError(Exception):
     Args:
         url: of the server.
         problem: what happened, to stand after "server URL".
-        alive: whether it answered at all; one that refuses what it is asked lives.
+        alive: whether it answered at all; true even for an error response.
     """
 
     def __init__(self, url: str, problem: str, alive: bool) -> None:
@@ -61,10 +61,10 @@ class BusyError(ServerError):
 
 
 async def readable(url: str, answer: Awaitable[T]) -> T:
-    """What ``answer`` comes to.
+    """Await ``answer``.
 
     Raises:
-        ServerError: as ``answer`` does; also where the answer of the server at ``url`` lacks something.
+        ServerError: as ``answer`` does; also if the answer of the server at ``url`` lacks something.
     """
     try:
         return await answer
@@ -104,15 +104,15 @@ class Http:
             raise
 
     def run_on_leader(self, world: World, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the leader's coroutine comes to, on every rank. Collective.
+        """Run the leader's coroutine; its result on every rank. Collective.
 
         Ranks wait in a short collective every ``EXCHANGE_S``, however long it takes: a slow server does not look like a
         dead network.
 
         Args:
             world: the ranks.
-            work: makes the coroutine; called on the leader alone. What it or the coroutine raises is raised on every
-                rank.
+            work: makes the coroutine; called on the leader alone. Its errors, and the coroutine's, are raised on
+                every rank.
         """
         futures: list[Future[T]] = []
 

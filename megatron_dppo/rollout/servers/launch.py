@@ -142,12 +142,12 @@ def gpus_to_reserve(rollout: RolloutConfig) -> int:
 
 
 def base_command(rollout: RolloutConfig) -> tuple[str, ...]:
-    """What starts a server, without flags."""
+    """Command that starts a server, without flags."""
     return rollout.launch.command or DEFAULT_COMMANDS[rollout.engine]
 
 
 def adapter_flags(engine: str, lora: LoraConfig) -> list[str]:
-    """What a server is started with to take a run's adapters: one at a time, besides none at all."""
+    """Flags for a server that takes a run's adapters: one at a time, besides none at all."""
     if engine == "vllm":
         return ["--enable-lora", "--max-lora-rank", str(min(n for n in vllm.ADAPTER_RANKS if n >= lora.rank))]
     words = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank", str(lora.rank)]

@@ -1,5 +1,5 @@
-"""What NCCL wants to be the same at the trainer and its servers: its version, of which every torch brings its own, and
-what the environment tells it."""
+"""NCCL's version and environment variables, which the trainer and its servers must share; every torch brings its own
+version."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_dppo.errors import UserError
 ASK_S = 120.0
 """How long an interpreter may take to import torch."""
 TOLD = re.compile(r"Mismatched NCCL version detected\s*: rank \d+ version (\d+) rank \d+ version (\d+)")
-"""What NCCL says of two versions, on every rank."""
+"""NCCL's message about two versions, on every rank."""
 
 
 def loaded() -> str | None:
-    """Of the NCCL that torch uses in this process, ``2.29.7``; None without CUDA.
+    """Version of the NCCL that torch uses in this process, ``2.29.7``; None without CUDA.
 
     That is the library which is loaded, be it preloaded or newer than the one that torch was built with.
     """
@@ -41,10 +41,10 @@ def loaded() -> str | None:
 
 
 def of_command(command: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """Of the NCCL that a server's command would use; None where that cannot be asked, or there is none.
+    """Version of the NCCL that a server's command would use; None if unknown, or without NCCL.
 
     Args:
-        command: what starts the server. What stands before ``-m``, or before a script, is taken for an interpreter.
+        command: what starts the server. The words before ``-m``, or before a script, are taken for an interpreter.
         environ: of the server.
     """
     end = next((i for i, word in enumerate(command) if word == "-m" or word.endswith(".py")), 0)
@@ -62,7 +62,7 @@ def of_command(command: Sequence[str], environ: Mapping[str, str]) -> str | None
 
 
 def rank_environment(rollout: RolloutConfig) -> dict[str, str]:
-    """What NCCL must be told alike at both ends of the group for weights, unless the user has said otherwise.
+    """NCCL's variables that both ends of the group for weights must share, unless the user sets them.
 
     SGLang sets this for itself where nobody has; servers that the run starts have what its ranks have.
     """

@@ -69,7 +69,7 @@ class Server:
         return cls(client.url, client.ranks, client.seeded, process, life)
 
 
-class Pool:
+class ServerPool:
     """Every server of a run. Made and used on the leader alone.
 
     Args:
@@ -94,14 +94,14 @@ class Pool:
         self._config, self._http, self._architecture, self._our_nccl = config, http, architecture, our_nccl
         self._secret, self._say = secret, say
         self.processes: list[ServerProcess] = []
-        """Of the servers that the run starts itself."""
+        """Processes of the servers that the run starts."""
         self._serving: dict[Server, ServerClient] = {}
         self._returning: dict[Server, Future[ServerClient]] = {}
         """Lost servers; done when the server can generate again."""
         self._lost: dict[str, str] = {}  # why servers were taken out that have not come back, by their URLs
         self._misses = Counter[Server]()
         self._heard: dict[str, str] = {}
-        """What a given server was last heard to say that cannot generate yet, by its URL."""
+        """Last report of a given server that cannot generate yet, by its URL."""
         self._restarts = 0
         self._closed = False
 

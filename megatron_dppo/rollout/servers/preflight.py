@@ -1,4 +1,4 @@
-"""What can be known to be wrong with the settings of rollout servers before one is started. Needs no torch."""
+"""Checks of the settings of rollout servers before one is started. Needs no torch."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _check_source(config: Config) -> None:
 
 
 def _check_adapter(config: Config) -> None:
-    """What servers can be given adapters alone, and which adapters."""
+    """Refuse servers that cannot take adapters alone, and adapters that none can take."""
     rollout, model = config.rollout, config.model
     leave = "or leave it out: servers then get merged weights"
     for wrong, problem, remedy in (
@@ -245,7 +245,7 @@ def _check_split(config: Config, shape: PolicyShape) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    """What servers and the trainer have of the same GPUs."""
+    """Check the memory of servers and the trainer on the same GPUs."""
     rollout = config.rollout
     flag, share = MEMORY_FLAGS[rollout.engine]
     given = {word.partition("=")[0].replace("_", "-") for word in rollout.launch.flags}

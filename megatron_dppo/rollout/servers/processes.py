@@ -50,7 +50,7 @@ OUR_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "CUDA_DEVICE_MAX_CONNECTIONS
 
 
 class Answers(Protocol):
-    """What is needed of a :class:`ServerClient` here."""
+    """Methods of a :class:`ServerClient` used here."""
 
     def health(self, timeout_s: float) -> Awaitable[None]: ...
 
@@ -204,7 +204,7 @@ class ServerProcess:
         self.start()
 
     def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
-        """What it is started with, where the trainer's environment is ``ours``."""
+        """Environment of the server, from the trainer's, ``ours``."""
         kept = {name: value for name, value in ours.items() if name not in OURS and not name.startswith(OUR_PREFIXES)}
         if self.gpus is not None:
             kept["CUDA_VISIBLE_DEVICES"] = self.gpus
@@ -248,7 +248,7 @@ async def wait_ready(process: ServerProcess, connect: Callable[[str], Client], w
         wait_s: how long it may take.
 
     Returns:
-        What ``connect`` made of the URL at which it is.
+        The result of ``connect`` for its URL.
 
     Raises:
         UserError: if it ends, with its last words; or at the timeout.

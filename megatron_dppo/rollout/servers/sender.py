@@ -55,7 +55,7 @@ class SyncFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedBucket:
     """A bucket, ready to be sent."""
 
     manifest: Manifest
@@ -64,7 +64,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _SentBucket:
     """A bucket on its way, and what servers will say of it, by URL."""
 
     what: str
@@ -114,7 +114,7 @@ class Sender:
         self._device, self._timeout_s = device, timeout_s
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device)] * 2
         self._turn = 0
-        self._sent: _Sent | None = None
+        self._sent: _SentBucket | None = None
         """The bucket on its way."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
         # For gloo this limits joining; each bucket has a limit of its own. For NCCL it limits breaking off, and our own
@@ -164,7 +164,7 @@ class Sender:
         """
         try:
             byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            self._start("the first byte", Staged(FIRST, byte), None, begin=_aside)
+            self._start("the first byte", StagedBucket(FIRST, byte), None, begin=_aside)
             self.arrive()
         except SyncFailedError as failed:
             self.close()
@@ -175,7 +175,7 @@ class Sender:
             problems = {url: f"{problem} {hint}" for url, problem in failed.problems.items()}
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 
-    def stage(self, bucket: Bucket) -> Staged:
+    def stage(self, bucket: Bucket) -> StagedBucket:
         """Copy a bucket into that of two buffers which is not being sent. The caller may then reuse its memory."""
         size = sum(tensor.nbytes for tensor in bucket.values())
         self._turn ^= 1
@@ -187,9 +187,9 @@ class Sender:
             end = start + tensor.nbytes
             flat[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             start = end
-        return Staged(Manifest.of(bucket), flat)
+        return StagedBucket(Manifest.of(bucket), flat)
 
-    def send(self, staged: Staged, version: str | None) -> None:
+    def send(self, staged: StagedBucket, version: str | None) -> None:
         """Set a bucket on its way, once the one before has arrived.
 
         It waits until all servers have loaded the one before. Two requests on two connections could be read in the
@@ -208,7 +208,7 @@ class Sender:
     def _start(
         self,
         what: str,
-        staged: Staged,
+        staged: StagedBucket,
         version: str | None,
         *,
         begin: Callable[[Callable[[], dist.Work]], Future[dist.Work]],
@@ -229,7 +229,7 @@ class Sender:
                 group.abort()
             return work
 
-        self._sent = _Sent(what, begin(broadcast), replies)
+        self._sent = _SentBucket(what, begin(broadcast), replies)
 
     def arrive(self) -> None:
         """Wait until every server has loaded what was sent last.
@@ -246,7 +246,7 @@ class Sender:
         if problems := outcomes(replies, self._timeout_s):
             raise SyncFailedError(problems, f"{what} was not loaded")
 
-    def _wait_for(self, sent: _Sent) -> str | None:
+    def _wait_for(self, sent: _SentBucket) -> str | None:
         """Wait until what was sent has left; or until it is known that it will not, and why."""
         deadline = time.monotonic() + self._timeout_s
         while not sent.over:
@@ -318,7 +318,7 @@ def address_towards(urls: Iterable[str]) -> str:
 
 
 def outcomes(replies: Mapping[str, Future[None]], timeout_s: float, *, refusals: bool = True) -> dict[str, str]:
-    """What went wrong at each server; nothing for those that did as they were told.
+    """Problems by server; none for servers that did as they were told.
 
     Args:
         replies: by URL.
@@ -359,7 +359,7 @@ def without_watchdog() -> Iterator[None]:
 
 
 def _now(call: Callable[[], T]) -> Future[T]:
-    """What a call returns or raises. Nothing that its frames refer to is kept."""
+    """Result or error of a call. Nothing that its frames refer to is kept."""
     future: Future[T] = Future()
     try:
         future.set_result(call())
@@ -376,7 +376,7 @@ def _destroy(group: dist.ProcessGroup | None) -> None:
 
 
 def _aside(call: Callable[[], T], name: str = "first byte") -> Future[T]:
-    """What a call will return or raise, from a thread that may be left behind."""
+    """Future result or error of a call, from a thread that may be left behind."""
     future: Future[T] = Future()
 
     def run() -> None:

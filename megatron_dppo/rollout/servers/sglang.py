@@ -1,6 +1,6 @@
-"""What is asked of a stock SGLang server.
+"""Requests to a stock SGLang server.
 
-What has to be known of SGLang:
+Properties of SGLang:
 
 - Some routes refuse with status 200, others with 400. ``success`` in the answer is always looked at.
 - An update must stand between a begin and an end where the server has those routes. Older ones have not.
@@ -9,7 +9,7 @@ What has to be known of SGLang:
   its own.
 - ``ignore_eos`` would switch every stop token off. So the model's own end-of-sequence tokens stop a completion, whether
   they were asked for or not.
-- A request has the adapter that its name stood for when it was let in, to its end. What is paused is let in afterwards.
+- A request has the adapter that its name stood for when it was let in, to its end. A paused request is let in later.
   So the adapter always has the same name, and is replaced while nothing runs. Unloading waits for whatever has it.
 """
 

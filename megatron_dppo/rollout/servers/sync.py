@@ -40,7 +40,7 @@ class Timings:
     """Closing the update, flushing caches, reading the version back."""
     resume: float = 0.0
     bytes: int = 0
-    """Of tensors, to each server."""
+    """Bytes of tensors, to each server."""
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from megatron_dppo.rollout.servers.launch import sync_folder
 from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
-"""What ``rollout.sync.bucket_mib`` is unless it is set, by where the weights are."""
+"""Defaults of ``rollout.sync.bucket_mib``, by the weights' device."""
 MAX_SHARD_BYTES = 5 * 2**30
 
 
@@ -51,7 +51,7 @@ class Transport(Protocol):
         ...
 
 
-class Collective:
+class CollectiveTransport:
     """One process group per pipeline stage: its first rank, and behind it all ranks of all servers.
 
     Stages send one after the other, since a server takes one update at a time. Within a stage the next bucket is
@@ -123,7 +123,7 @@ class Collective:
         return sent
 
 
-class Disk:
+class DiskTransport:
     """The leader writes a directory, which servers on the same file system load: the policy, or adapters for PEFT."""
 
     def __init__(
@@ -173,7 +173,7 @@ class Disk:
             raise UserError("rollout.sync.folder", self._folder, f"cannot be written ({failure})", remedy)
 
 
-class Adapters:
+class AdapterTransport:
     """The leader sends the adapters to each server in one request. The rest of the policy is there already."""
 
     def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
@@ -197,22 +197,24 @@ class Adapters:
 def open_transport(
     config: Config, world: World, http: Http, shape: PolicyShape, *, run: str, our_nccl: str | None
 ) -> Transport:
-    """The transport that ``rollout.sync`` names. See :class:`Collective` for ``run`` and ``our_nccl``."""
+    """The transport that ``rollout.sync`` names. See :class:`CollectiveTransport` for ``run`` and ``our_nccl``."""
     sync = config.rollout.sync
     if sync.adapter and config.rollout.engine == "sglang":
-        return Adapters(http, world, shape=shape, model=config.model)
+        return AdapterTransport(http, world, shape=shape, model=config.model)
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective" and not sync.adapter:
-        return Collective(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl)
+        return CollectiveTransport(
+            http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl
+        )
     folder = sync_folder(config)
-    return Disk(http, world, shape=shape, model=config.model, folder=folder, adapter=sync.adapter)
+    return DiskTransport(http, world, shape=shape, model=config.model, folder=folder, adapter=sync.adapter)
 
 
 def _by_stage(world: World, attempt: Callable[[], int]) -> int:
     """Run ``attempt`` on the ranks of one pipeline stage after the other, in the leader's copy. Collective.
 
     Args:
-        attempt: returns how many bytes it sent. What it raises ends the update.
+        attempt: returns how many bytes it sent. Its errors end the update.
 
     Returns:
         The sum over ranks.

@@ -1,6 +1,6 @@
-"""What is asked of a stock vLLM server (0.32), with our extension of its workers for weights (``vllm_plugin/``).
+"""Requests to a stock vLLM server (0.32), with our extension of its workers for weights (``vllm_plugin/``).
 
-What has to be known of vLLM:
+Properties of vLLM:
 
 - The model's end-of-sequence tokens stop a completion, whether they were asked for or not. ``ignore_eos`` prevents
   that, and leaves ``stop_token_ids`` as they are.
@@ -54,7 +54,7 @@ LOCK = "megatron_dppo_vllm.lock.Lock"
 DESCRIPTION_S = 120.0
 """How long a server may take to describe itself: it looks at all of its machine, the first time."""
 NO_LOGPROB = -9999.0
-"""What vLLM says for minus infinity, or where there is none."""
+"""vLLM's number for minus infinity, or for a missing log-probability."""
 
 DEVELOPMENT = "the environment variable VLLM_SERVER_DEV_MODE=1"
 GIVEN_BY = {
@@ -73,13 +73,13 @@ GIVEN_BY = {
 
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-"""What the environment of a server must hold to take adapters."""
+"""Environment that lets a server take adapters."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What it takes for the most ranks of an adapter."""
+"""Values of vLLM's limit on the ranks of adapters."""
 
 
 def server_environment() -> dict[str, str]:
-    """What the environment of a server must hold, besides VLLM_API_KEY where it has a secret."""
+    """Environment of a server, besides VLLM_API_KEY if it has a secret."""
     paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -327,6 +327,6 @@ class VllmClient(ServerClient):
 
 
 def _least_entropies(content: Sequence[Mapping[str, Any]]) -> NDArray[np.float64]:
-    """Of all likeliest tokens that are told but the last: whether that one is told depends on the token drawn."""
+    """Entropy bounds from all reported likeliest tokens but the last, which is missing after some draws."""
     told = [sorted((entry["logprob"] for entry in token["top_logprobs"]), reverse=True) for token in content]
     return least_entropies([logprobs[: TOP_LOGPROBS - 1] for logprobs in told])

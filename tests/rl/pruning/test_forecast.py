@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.census import Census
+from megatron_dppo.rl.census import PruningStats
 from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import Judgement, PromptForecast, Visits, beta_log_likelihood
+from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptForecast, beta_log_likelihood
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
 from tests.rl.steps import made_up_pool
@@ -27,9 +27,9 @@ def sums_pool() -> list[Prompt]:
     ]
 
 
-def visits(ids: Ints, rewards: Floats, *, squares: Floats | None = None, tokens: Floats | None = None) -> Visits:
+def visits(ids: Ints, rewards: Floats, *, squares: Floats | None = None, tokens: Floats | None = None) -> Outcomes:
     values = group_advantages(rewards, normalise=True)
-    return Visits(
+    return Outcomes(
         prompt_ids=ids,
         rewards=rewards,
         advantages=values,
@@ -192,10 +192,10 @@ def test_groups_are_counted_by_the_chance_they_were_given() -> None:
 
 
 def test_what_was_foreseen_is_in_the_steps_log_and_census() -> None:
-    counts = Census((1, 5), (0, 0), (0, 0), binary=True, by_group=(), by_reward=(), by_cause=())
+    counts = PruningStats((1, 5), (0, 0), (0, 0), binary=True, by_group=(), by_reward=(), by_cause=())
     plan = StepPlan((), {"pack/fill": 1.0}, notes=("first",), census=counts)
     rows = (("model", 3, 2, 0.7, 0.5),)
-    judged = Judgement({"prune/brier_model": 0.1}, ("second",), rows).added_to(plan)
+    judged = PredictorMetrics({"prune/brier_model": 0.1}, ("second",), rows).added_to(plan)
     assert judged.metrics == {"pack/fill": 1.0, "prune/brier_model": 0.1}
     assert judged.notes == ("first", "second")
     assert judged.census is not None and judged.census.by_prediction == rows

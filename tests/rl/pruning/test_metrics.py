@@ -15,19 +15,19 @@ from megatron_dppo.rl.census import Cell
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
 from megatron_dppo.rl.pruning.metrics import census, gradient_noise, left_out, prune_metrics
-from megatron_dppo.rl.pruning.minibatch import Pruned, prune_minibatch
+from megatron_dppo.rl.pruning.minibatch import PruningDraw, prune_minibatch
 from megatron_dppo.rl.types import StepMetadata
 from tests.rl.steps import step_config, step_metadata
 
 SHARES = ("prune/noise_share_prompts", "prune/noise_share_completions")
 
 
-def _pruned(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5, kl_coef: float = 0.0) -> Pruned:
+def _pruned(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5, kl_coef: float = 0.0) -> PruningDraw:
     config = step_config(rule=rule, keep=keep, kl_coef=kl_coef)
     return prune_minibatch(metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0))
 
 
-def _window() -> tuple[StepMetadata, Pruned]:
+def _window() -> tuple[StepMetadata, PruningDraw]:
     """Three mixed groups of three, all rolled out, with probabilities of prompts and completions written in."""
     rng = np.random.default_rng(3)
     whole = step_metadata(3, 3, rewards=np.array([[1.0, 0, 0], [1, 1, 0], [0, 1, 0]]), prompt_inclusion=np.ones(3))
@@ -44,8 +44,8 @@ def _draws(chances: np.ndarray) -> Iterator[tuple[float, np.ndarray]]:
         yield float(np.where(drawn, chances, 1.0 - chances).prod()), drawn
 
 
-def _rolled_out(metadata: StepMetadata, pruned: Pruned, groups: np.ndarray) -> tuple[StepMetadata, Pruned]:
-    part = Pruned(
+def _rolled_out(metadata: StepMetadata, pruned: PruningDraw, groups: np.ndarray) -> tuple[StepMetadata, PruningDraw]:
+    part = PruningDraw(
         pruned.advantage[groups], pruned.coefficient[groups], pruned.inclusion[groups], pruned.weight[groups],
         pruned.kept[groups], pruned.zero_advantage[groups], pruned.segments[groups], pruned.normaliser,
         pruned.magnitude[groups],
@@ -156,7 +156,7 @@ def test_a_step_that_teaches_nothing_has_no_noise_of_pruning(rewards: np.ndarray
     assert [metrics[share] for share in SHARES] == [0.0, 0.0]
 
 
-def _draw(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5) -> tuple[StepMetadata, Pruned]:
+def _draw(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5) -> tuple[StepMetadata, PruningDraw]:
     config = step_config(rule=rule, keep=keep)
     return metadata, prune_minibatch(
         metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0)

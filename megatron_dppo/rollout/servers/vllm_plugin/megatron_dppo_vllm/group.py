@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _new_process_group_helper, _world
 
 
-class Group:
+class ReceiverGroup:
     """One group; it returns once all of its ranks have joined.
 
     Args:

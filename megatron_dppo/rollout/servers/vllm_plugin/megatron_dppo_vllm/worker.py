@@ -2,7 +2,7 @@
 
 An extension of vLLM's workers, by its own flag ``--worker-extension-cls``, and not one of its weight transfer engines.
 Those report a failure by raising, and after that vLLM's executor reads the answers of all ranks but the first one call
-late, for ever: a refusal would be taken for a success, and a success for a refusal. What is asked of us always answers.
+late, for ever: a refusal would be taken for a success, and a success for a refusal. Our methods always answer.
 
 vLLM's layerwise reload does the loading: it collects what belongs to a layer, has the layer process it (on CPU, linears
 are prepacked), and copies the result to where the old weights were. A bare ``load_weights`` would write past all that.
@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megatron_dppo_vllm.group import Group
+from megatron_dppo_vllm.group import ReceiverGroup
 
 logger = init_logger("vllm.megatron_dppo")
 
@@ -52,14 +52,14 @@ class WorkerExtension:
 
 
 class Receiver:
-    """What one worker does with orders.
+    """One worker's handlers of orders.
 
     The order of an update is: ``begin``, any number of ``update_from_distributed`` (or one ``update_from_disk``),
     ``end``. An update that failed half-way is ended by ``abandon``, or by the next ``begin``.
     """
 
     def __init__(self, worker: Any) -> None:
-        self._worker, self._groups = worker, dict[str, Group]()
+        self._worker, self._groups = worker, dict[str, ReceiverGroup]()
 
     def nccl(self) -> dict[str, str]:
         """The version that is loaded, ``{"nccl": "2.29.7"}``; {} without. No group has two."""
@@ -72,12 +72,12 @@ class Receiver:
 
         Args:
             offset: rank in the group of the server's first rank.
-            others: see :class:`Group`.
+            others: see :class:`ReceiverGroup`.
         """
         self.leave(name=name)
         rank = offset + self._rank
         device = self._worker.device if backend == "nccl" else torch.device("cpu")
-        self._groups[name] = Group(
+        self._groups[name] = ReceiverGroup(
             name=name, host=host, port=port, backend=backend, rank=rank, size=size, timeout_s=timeout_s, device=device
         )
 
