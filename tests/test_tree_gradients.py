@@ -38,6 +38,7 @@ from megatron_dppo.init import write_model
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.trees import node_values
 from megatron_dppo.rl.types import Floats, Forks, Group, Ints, Selection, StepPlan
+from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.learner import PolicyLoss
 from tests.ranks import RankPool
@@ -93,7 +94,7 @@ def measure(rank: int, size: int, folder: Path, tree: TreeConfig, pruned: bool) 
             if pruned:
                 chosen = np.sort(np.random.default_rng(trainer.step).choice(PROMPTS, PROMPTS // 2, replace=False))
                 chance = np.full(PROMPTS // 2, 0.5)
-            rollouts = trainer.roll_out(Selection(chosen, chance, window=PROMPTS))
+            rollouts = trainer.roll_out(StepRollouts(Selection(chosen, chance, window=PROMPTS), trainer.step))
             gradients.append(planned_gradient(trainer, trainer.plan(rollouts), rollouts.held))
     return np.stack(gradients)
 

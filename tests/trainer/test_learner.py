@@ -52,9 +52,8 @@ def learn_from_nan(rank: int, size: int, config: Config) -> tuple[str, bool]:
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata)
     (minibatch,) = plan.minibatches
-    samples = dataclasses.replace(
-        minibatch.samples, advantage=np.where(np.arange(len(minibatch.samples.owner)) == 1, np.nan, 1.0)
-    )
+    advantage = np.where(np.arange(len(minibatch.samples.owner)) == 1, np.nan, 1.0)
+    samples = dataclasses.replace(minibatch.samples, advantage=advantage[:, None])
     plan = dataclasses.replace(plan, minibatches=(dataclasses.replace(minibatch, samples=samples),))
     before = weights_of(policy, world)
     with pytest.raises(UserError, match="not finite") as error:
