@@ -197,7 +197,8 @@ def _embedding(setup: Setup, pack: MeanPack) -> Pair:
 
 
 def _head(setup: Setup, pack: MeanPack) -> Pair:
-    """Last norm, and log-probabilities of responses chunk by chunk, whose logits are made again for the gradient."""
+    """Last norm, and log-probabilities of responses chunk by chunk. Logits are made again for the gradient, unless one
+    chunk takes all."""
     shape, rows = setup.shape, _rows(setup)
     chunk = (setup.config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2**20
     scored, h = pack.responses, pack.tokens * shape.hidden / _shared(setup)
@@ -213,8 +214,9 @@ def _head(setup: Setup, pack: MeanPack) -> Pair:
         return chunks(size, kernel_seconds(setup, 0.0, size * rows * width))
 
     forward = logits(at_once) + read(at_once, 4)
-    backward = logits(kept) + read(kept, 4 + setup.width) + chunks(kept, _product(setup, kept, shape.hidden, rows))
+    backward = read(kept, 4 + setup.width) + chunks(kept, _product(setup, kept, shape.hidden, rows))
     backward += chunks(kept, _product(setup, rows, shape.hidden, kept, written=8))
+    backward += logits(kept) if kept < scored else 0.0
     picked = scored * shape.hidden
     streams = ([2 * h, 2 * picked], [3 * h, *4 * [2 * picked]])
     messages = _inside(setup, pack, gathers=(1, 0), scatters=(0, 1), sums=(0, 1))

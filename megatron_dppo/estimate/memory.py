@@ -366,7 +366,8 @@ def _head_bytes(setup: Setup) -> float:
     """
     config, shape, layout = setup.config, setup.shape, setup.placement.layout
     rows = padded_vocab(shape.vocab_size, layout.tp) // layout.tp
-    chunk = (config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2**20
+    chunk = (config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2.0**20
+    chunk = min(chunk, config.pack.max_tokens / layout.cp * rows * (4 + setup.width))
     chunk *= 2 if config.loss.distillation.models else 1  # the policy's logits may be kept beside the divergence's
     handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
     return max(chunk, handed_over) + _token_bytes(setup) * shape.hidden

@@ -133,11 +133,13 @@ def test_recomputation_short_packs_and_no_reference_save_memory() -> None:
 
 
 def test_the_head_counts_the_chunk_that_a_gpu_takes() -> None:
-    unset, small, large = (
+    """And no more than a pack's logits and their gradient."""
+    unset, small, large, all_of_it, more = (
         trainer_parts(of("layout.pp=1", *settings))["head"]
-        for settings in ((), ("model.head_chunk_mib=1024",), ("model.head_chunk_mib=3072",))
+        for settings in ((), *((f"model.head_chunk_mib={size}",) for size in (1024, 1536, 99999, 999999)))
     )
-    assert unset == small == large - 2048 * 2**20
+    assert unset == small == large - 512 * 2**20
+    assert large < all_of_it == more
 
 
 def test_what_waits_on_the_host_takes_the_room_of_activations_and_no_more() -> None:
