@@ -84,7 +84,7 @@ class Plan:
         one after the other, and then of three others, of which the second is not known and counts as none."""
         phases = self.unpruned.phases
         total = sum(phases.values())
-        fixed = sum(phases[phase] for phase in ("gradient reduction", "weight sync", "overhead"))
+        fixed = sum(phases[phase] for phase in ("gradient reduction", "optimizer", "weight sync", "overhead"))
         return (phases["generation"] / total, fixed / total), *((share, 0.0) for share in SHARES)
 
     @property

@@ -96,6 +96,9 @@ def test_the_page_holds_the_formula_against_what_was_measured() -> None:
 def test_a_plan_shows_the_levers_at_its_own_share_and_at_the_three() -> None:
     made = plan()
     (own, fixed), *others = made.lever_shares
+    before, after = made.unpruned.phases, made.pruned.phases
+    same = sum(seconds for phase, seconds in before.items() if after[phase] == seconds)
+    assert fixed * sum(before.values()) == pytest.approx(same), "no phase is forgotten"
     assert others == [(0.35, 0.0), (0.65, 0.0), (0.75, 0.0)]
     phases = made.unpruned.phases
     assert own == pytest.approx(phases["generation"] / sum(phases.values()))
