@@ -1,1 +1,1 @@
-"""What a run will need, take and cost, from its settings alone. Needs no torch, and not the model's files."""
+"""Memory, time and cost of a run, from its settings alone. Needs no torch, and not the model's files."""

@@ -1,4 +1,4 @@
-"""What GPUs can do by their data sheets, and what a plan has to assume.
+"""Data sheets of GPUs, and the assumptions of a plan.
 
 Every assumption is printed with the plan, and settable as ``assume.x=y``.
 """
@@ -20,7 +20,7 @@ class Gpu:
     """One GPU in its usual eight-way node."""
 
     memory_gib: float
-    """What CUDA reports as usable."""
+    """Memory that CUDA reports as usable."""
     bandwidth: float
     """Bytes per second of its memory."""
     flops: float
@@ -72,27 +72,27 @@ class Assumptions:
     """Tokens of the busiest expert-parallel rank of a layer, for which the others wait, over their mean. A guess:
     routers are balanced over what they were pretrained on, not over mathematics."""
     decode_bandwidth_share: float = 0.7
-    """Of the memory's bandwidth, for weights and cache read by a decode step. Streaming kernels reach 0.8 to 0.9;
+    """Share of the memory's bandwidth, for weights and cache read by a decode step. Streaming kernels reach 0.8 to 0.9;
     attention over pages of a cache less."""
     decode_flops_share: float = 0.5
-    """Of the matrix rate, for the products of large decode batches and of prefill. A guess."""
+    """Share of the matrix rate, for the products of large decode batches and of prefill. A guess."""
     decode_step_ms: float = 3.0
     """Milliseconds of a decode step beside reading and multiplying: scheduling, sampling, launches. A guess."""
     all_reduce_us: float = 12.0
     """Microseconds of one all-reduce of a server's ranks over NVLink; two in each layer. A guess."""
     server_memory_share: float = 0.85
-    """Of a GPU's memory, for a server's weights and cache; SGLang's own choice is near it on large GPUs."""
+    """Share of a GPU's memory, for a server's weights and cache; SGLang's own choice is near it on large GPUs."""
     server_buffers_gib: float = 4.0
-    """What a server needs beside them, for activations and captured graphs. A guess."""
+    """Memory of a server beside them, for activations and captured graphs. A guess."""
     reserved_gib: float = 3.0
     """CUDA's context, buffers of NCCL, cuBLAS and Transformer Engine, of a rank of the trainer. A guess."""
     asleep_gib: float = 2.0
-    """What a server on the trainer's GPU keeps while a step trains: CUDA's context, NCCL's buffers. A guess."""
+    """Memory that a server on the trainer's GPU keeps while a step trains: CUDA's context, NCCL's buffers. A guess."""
     fragmentation: float = 0.05
     """Share of a rank's allocations that is lost between them. A guess."""
     sync_network_share: float = 0.1
-    """Of the network (NVLink within a node), for weights on their way to servers through NCCL: verl tells of 14 to 18 s
-    for a model of 32B."""
+    """Share of the network (NVLink within a node), for weights on their way to servers through NCCL: verl tells of 14
+    to 18 s for a model of 32B."""
     sync_copy_gb_s: float = 2.0
     """GB/s of weights that go by disk. A guess: disks differ."""
     overhead_s: float = 5.0

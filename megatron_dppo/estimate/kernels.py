@@ -38,9 +38,9 @@ class Seconds(NamedTuple):
 
     kernels: float = 0.0
     messages: float = 0.0
-    """Of tensor, context and pipeline parallelism."""
+    """Messages of tensor, context and pipeline parallelism."""
     exchange: float = 0.0
-    """Of the way to the experts and back."""
+    """The way of tokens to the experts and back."""
 
     @property
     def total(self) -> float:

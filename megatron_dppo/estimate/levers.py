@@ -1,4 +1,4 @@
-"""What each lever brings to a step, by the share of the step that rollouts take: Amdahl's law, and its price in steps.
+"""Speed-ups of each lever, by the share of the step that rollouts take: Amdahl's law, and its price in steps.
 
 A step without pruning takes the time 1: ``r`` of it for rollouts, ``f`` for what no lever shortens (the weights' way to
 the servers, scoring, the sum of gradients over replicas), and the rest for training. With a share ``q`` of the prompts
@@ -28,7 +28,7 @@ SHARES = (0.35, 0.65, 0.75)
 
 @dataclass(frozen=True, slots=True)
 class Levers:
-    """What is done to make a run faster.
+    """Settings that make a run faster.
 
         Levers(prompts=0.7, completions=0.5, faster=2.0)
 
@@ -76,17 +76,17 @@ TABLE = (
 
 
 class Price(NamedTuple):
-    """What pruning was seen to cost in steps."""
+    """Measured price of pruning in steps."""
 
     prompts: float
     completions: float
     steps_ratio: float
     """Steps without pruning over steps with it, to the same accuracy; below 1 where pruning costs steps."""
     interval: tuple[float, float] | None
-    """Of 95%; None where there are too few seeds for one."""
+    """95% interval; None if there are too few seeds for one."""
     seeds: int
     share: float
-    """Of a step without pruning that rollouts took."""
+    """Share of a step without pruning that rollouts took."""
     source: str
 
 
@@ -102,7 +102,7 @@ PRICES = (
 
 
 def measured_price(levers: Levers) -> Price | None:
-    """What was measured of the same pruning, or else of the least that prunes as much or more; None if nothing was.
+    """Measured price of the same pruning, or else of the least that prunes as much or more; None if there is none.
 
     Faster rollouts have no price. That of rolling out ahead has not been measured, and counts as none.
     """
@@ -127,7 +127,7 @@ def step_speed_up(levers: Levers, share: float, *, fixed: float = 0.0, mixed: fl
 
 
 class Gain(NamedTuple):
-    """What levers bring."""
+    """Speed-up by levers."""
 
     step: float
     """Times as many steps in the same time."""
@@ -151,7 +151,7 @@ class LeverRow:
 def lever_table(
     shares: Sequence[tuple[float, float]], *, mixed: float, table: Sequence[Levers] = TABLE
 ) -> Iterator[LeverRow]:
-    """What each of the levers brings.
+    """Speed-ups of each row of levers.
 
     Args:
         shares: r and f of :func:`step_speed_up`, for each column.

@@ -154,7 +154,7 @@ there, so that what experts return is not kept."""
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What one GPU holds."""
+    """Memory of one GPU, part by part."""
 
     stage: int
     """The pipeline stage of the rank; 0 for a server."""

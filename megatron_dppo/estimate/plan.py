@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def levers(self) -> tuple[LeverRow, ...]:
-        """What each lever brings at each of ``lever_shares``."""
+        """Speed-ups of each lever at each of ``lever_shares``."""
         mixed = self.assumptions.mixed_share if self.config.loss.equal_groups_idle else 1.0
         return tuple(lever_table(self.lever_shares, mixed=mixed))
 

@@ -29,7 +29,7 @@ class Closest:
     """Why nothing makes a run fit."""
 
     change: Change
-    """Of all that was tried, what leaves the fullest GPU with the least that it lacks."""
+    """The change, of all that were tried, under which the fullest GPU lacks the least."""
     lack: float
     """Bytes that it then lacks."""
     limits: list[str]
@@ -37,7 +37,7 @@ class Closest:
 
 
 class Search(NamedTuple):
-    """What trying has found."""
+    """Result of trying changes."""
 
     changes: list[Change]
     closest: Closest | None

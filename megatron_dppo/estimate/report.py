@@ -29,7 +29,7 @@ COUNTED = {
     "tokens generated": "generated",
     "tokens trained on": "trained",
 }
-"""What the report says of a step's work, by the fields of :class:`Work`."""
+"""Words of the report for a step's work, by the fields of :class:`Work`."""
 
 
 MEASURED_ON = "measured on sums, with a policy of a million parameters"
@@ -162,7 +162,7 @@ def _disk(made: Plan) -> Iterator[str]:
 
 
 def _remedies(made: Plan) -> Iterator[str]:
-    """What would make it fit, with what that takes; else why nothing does."""
+    """Changes under which the run fits, with their seconds and nodes; else why none does."""
     nodes = nodes_of(made.config)
     yield "It does NOT fit. There are no times of a run that does not fit."
     for change in made.remedies:
@@ -218,7 +218,7 @@ def _levers(made: Plan) -> Iterator[str]:
 
 
 def ratio_text(row: LeverRow) -> str:
-    """What a lever costs in steps, with a star where something else was measured that prunes more."""
+    """Price of a lever in steps, with a star if it was measured of other pruning, which prunes more."""
     return "unknown" if row.steps_ratio is None else f"{row.steps_ratio:.2f}" + "*" * (not row.exact)
 
 

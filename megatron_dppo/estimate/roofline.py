@@ -16,7 +16,7 @@ collectives reach."""
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.40, 0.30
 """Share of the matrix rate over the pairs of causal attention."""
 LEAST_SECONDS = 2e-6
-"""Of a kernel."""
+"""Least seconds of a kernel."""
 PROCESSORS = {"a100-40": 108, "a100-80": 108, "b200": 148}
 """Multiprocessors of a GPU; others have 132."""
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9))

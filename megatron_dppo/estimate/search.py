@@ -36,9 +36,9 @@ class Proposal:
     change: Change
     """Settings that differ from the run's."""
     seconds: float
-    """Of a step on the trainer's GPUs."""
+    """Seconds of a step on the trainer's GPUs."""
     actor: Memory
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
 
 
 def search(setup: Setup, count: int, fits: Callable[[Setup], Memory | None]) -> list[Proposal]:

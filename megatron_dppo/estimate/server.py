@@ -12,7 +12,7 @@ from megatron_dppo.models.shape import PolicyShape
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """What one GPU of a server holds, and how many completions it can therefore decode at once."""
+    """Memory of one GPU of a server, and the completions that it can decode at once."""
 
     memory: Memory
     tokens: int

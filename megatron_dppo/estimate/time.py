@@ -27,7 +27,7 @@ class StepTime:
     phases: dict[str, float]
     """Seconds by phase."""
     seconds: float
-    """Of the step. It is less than the sum of the phases if generation runs ahead."""
+    """Seconds of the step, less than the sum of the phases if generation runs ahead."""
     packs: int
     """Packs of a minibatch on each replica."""
     bubble: float

@@ -127,7 +127,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every estimate is made from: a run, its policy, its machines, and what is assumed."""
+    """Input of every estimate: a run, its policy, its machines, and the assumptions."""
 
     config: Config
     shape: PolicyShape

@@ -1,4 +1,4 @@
-"""What a rehearsal found, beside what is planned, as plain objects."""
+"""Findings of a rehearsal beside the plan, as plain objects."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def rehearsed_memory(setup: Setup, planned: Memory, played: Rehearsed) -> Memory
 
 
 def setting_for(kind: str, config: Config) -> str:
-    """What lowers a cost."""
+    """The setting that lowers a cost."""
     layout = config.layout
     match kind:
         case "layers: products" if config.model.recompute != "none":

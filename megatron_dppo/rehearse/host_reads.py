@@ -36,7 +36,7 @@ def known_reads(mode: RehearsalMode, layout: LayoutConfig, experts_per_token: in
 
 
 def _even_counts(tensor: torch.Tensor, routed: int) -> torch.Tensor | None:
-    """What a token dispatcher reads, if this rank sends ``routed`` copies and all experts get equally many."""
+    """Counts that a token dispatcher reads, if this rank sends ``routed`` copies and all experts get equally many."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""What a rehearsal requires of the machine: g++ and Transformer Engine's Python."""
+"""Requirements of a rehearsal: g++ and Transformer Engine's Python."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _installed_version() -> str | None:
 
 
 def missing_parts() -> list[str]:
-    """What is not there, with the way to get it."""
+    """Missing requirements, with the way to get each."""
     missing = [] if shutil.which("g++") else ["g++ (install it)"]
     try:
         python_folder()

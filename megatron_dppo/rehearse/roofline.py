@@ -55,7 +55,7 @@ def costs(kernels: Sequence[KernelLaunch], setup: Setup) -> dict[str, KernelCost
 
 
 def kind_of(kernel: KernelLaunch) -> str:
-    """What a kernel is a part of."""
+    """Kind of work of a kernel or collective."""
     name, place = kernel.name, kernel.place
     optimizer = "multi_tensor" in name or "/optimizer/" in place or "param_and_grad_buffer" in place
     if name.startswith("c10d::"):

@@ -48,15 +48,15 @@ class Booked:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsed:
-    """What one rank did and held."""
+    """Work and memory of one rank."""
 
     stage: int
     capacity: int
     """Tokens of a pack."""
     packs: int
-    """Of an update of the run; fewer are played, all like the pack that is nearest to the mean."""
+    """Packs of an update of the run; fewer are played, all like the pack that is nearest to the mean."""
     tokens: int
-    """Of the sequences in a played pack."""
+    """Tokens of the sequences in a played pack."""
     responses: int
     """Those of them that are scored."""
     held: dict[str, int]
