@@ -163,7 +163,7 @@ class Trainer:
 
     def request(self, rollouts: StepRollouts) -> None:
         """Ask for a step's rollouts, or for the rest of them, if that is not done."""
-        if rollouts.requested is None and rollouts.complete is None:
+        if not rollouts.under_way and rollouts.complete is None:
             self.collector.request(self.pool, rollouts)
 
     def roll_out(self, rollouts: StepRollouts) -> CompleteRollouts:
@@ -174,16 +174,16 @@ class Trainer:
 
     def complete(self, rollouts: StepRollouts) -> CompleteRollouts:
         """Wait for a step's rollouts; where its rule replaces prompts that are of no use, roll out more of them."""
-        if rollouts.complete is None:
-            rounds, step = [self.collector.finish(rollouts)], rollouts.step
+        if rollouts.complete is not None:
+            return rollouts.complete
+        rounds, step = [self.collector.finish(rollouts)], rollouts.step
+        collected, select_more = self.collector.collected(rounds), self.sampler.select_more
+        while more := self.world.from_leader(partial(select_more, step, collected.metadata, len(rounds))):
+            request = self.collector.request(self.pool, StepRollouts(more, step), again=len(rounds))
+            rounds.append(self.collector.finish(request))
             collected = self.collector.collected(rounds)
-            select_more = self.sampler.select_more
-            while more := self.world.from_leader(partial(select_more, step, collected.metadata, len(rounds))):
-                request = self.collector.request(self.pool, StepRollouts(more, step), again=len(rounds))
-                rounds.append(self.collector.finish(request))
-                collected = self.collector.collected(rounds)
-            rollouts.complete = collected
-        return rollouts.complete
+        rollouts.finish(collected)
+        return collected
 
     def plan(self, rollouts: CompleteRollouts) -> StepPlan:
         """Decide on one rank, from lengths and rewards alone, what is trained on, with which weight, and where."""

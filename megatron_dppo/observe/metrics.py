@@ -89,7 +89,7 @@ class MetricsLog:
 
 
 class RowFollower:
-    """Tells of rows of ``metrics.jsonl`` as they come, but not of those that a finished step has there already.
+    """Calls back with each new row of ``metrics.jsonl``; rows up to the last checkpoint are not new.
 
     Args:
         run_dir: of the run.

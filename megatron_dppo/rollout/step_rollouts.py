@@ -50,7 +50,7 @@ class StepRollouts:
     selection: Selection
     """Selection of all ranks."""
     step: int
-    """That is to train on them."""
+    """The step that trains on them."""
     partial: PartialRollouts | None = None
     """How far this rank's prompts were when they were broken off."""
     requested: Request | ScoredCompletions | None = None
@@ -59,12 +59,16 @@ class StepRollouts:
 
     @property
     def under_way(self) -> bool:
-        """Whether they are asked for, and not complete."""
-        return self.requested is not None and self.complete is None
+        """Whether they are requested, and not complete."""
+        return self.requested is not None
 
     def restart(self) -> None:
         """Forget all but the prompts."""
         self.partial = self.requested = self.complete = None
+
+    def finish(self, complete: CompleteRollouts) -> None:
+        """Replace the request, whose completions are in ``complete``."""
+        self.partial, self.requested, self.complete = None, None, complete
 
     def fit(self, config: Config, *, oldest: int, routed: bool) -> bool:
         """Whether a run with these settings may go on with this rank's share.
