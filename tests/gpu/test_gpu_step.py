@@ -102,7 +102,7 @@ def test_what_a_run_can_set_is_measured_and_a_table_says_where_time_goes(
     said = measure("--tiny", "--sequences", "24", *settings, *watching)
     _, row = report_of(said)
     assert (row["recompute"], row["head_chunk_mib"], row["offload"]) == ("full", 1, True)
-    assert row["packed"]["planned_peak_gib"] < plain[1]["packed"]["planned_peak_gib"] - 60 / 1024
+    assert row["packed"]["planned_peak_gib"] < 0.6 * plain[1]["packed"]["planned_peak_gib"]
     title, *table = (tmp_path / "table").read_text().splitlines()
     assert title == f"A step of tiny over {row['packed']['packs']} packs of {row['packed']['pack_tokens']} tokens"
     assert any("aten::mm" in line for line in table)
