@@ -25,7 +25,7 @@ from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.families import LEAST_SHARED, shared_lengths
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan, no_forks, no_roles
+from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan, no_segments
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from megatron_dppo.trainer.learner import Learner
@@ -90,8 +90,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         score_norms=rng.uniform(0.5, 2.0, lengths.shape),
         log_ratios=np.zeros((*lengths.shape, 2)),
         teacher=np.full(QUERIES, -1),
-        forks=no_forks(lengths.shape),
-        roles=no_roles(lengths.shape),
+        segments=no_segments(lengths.shape),
         versions=np.zeros(lengths.shape, np.int64),
         owners=np.arange(QUERIES) % ranks,
         window=float(QUERIES + 3),

@@ -37,7 +37,7 @@ from megatron_dppo.config import (
 from megatron_dppo.init import write_model
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.trees import node_values
-from megatron_dppo.rl.types import Floats, Forks, Group, Ints, Selection, StepPlan
+from megatron_dppo.rl.types import Floats, Group, Segments, Selection, StepPlan
 from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.learner import PolicyLoss
@@ -107,13 +107,13 @@ def planned_gradient(trainer: Trainer, plan: StepPlan, held: Mapping[int, Group]
 
 
 def measure_mistake(rank: int, size: int, folder: Path, tree: TreeConfig) -> Floats:
-    with mock.patch("megatron_dppo.rl.advantages.segment_advantages", mean_of_leaves):
+    with mock.patch("megatron_dppo.rl.advantages.tree_advantages", mean_of_leaves):
         return measure(rank, size, folder, tree, pruned=False)
 
 
-def mean_of_leaves(rewards: Floats, lengths: Ints, forks: Forks, tree: TreeConfig) -> Floats:
+def mean_of_leaves(rewards: Floats, segments: Segments, tree: TreeConfig) -> Floats:
     """V(u) − the mean reward of the group, as of a flat one: half of a trunk's gradient is lost where K = 2."""
-    values = node_values(rewards, forks, tree)
+    values = node_values(rewards, segments, tree)
     slots = [np.repeat(level, SAMPLES // level.shape[1], axis=1) for level in values]
     return np.stack(slots, axis=-1) - rewards.mean(axis=1)[:, None, None]
 

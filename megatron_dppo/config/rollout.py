@@ -207,3 +207,8 @@ class RolloutConfig(Section):
     null: 1e-4 in fp32, 0.1 in bf16."""
     max_prob_error: AtLeastOne | None = None
     """Mean of exp |log p difference| past which the run stops; null: 1.001 in fp32, 1.2 in bf16."""
+
+    @property
+    def segments(self) -> int:
+        """Segments of a completion, each with an advantage of its own; 0: a completion has one."""
+        return len(self.tree.branches) + 1 if self.tree.branches else len(self.roles)

@@ -84,7 +84,7 @@ def deliver(
 
     Every length is known from the plan, so one all-to-all carries all: token ids, log-probabilities bit-cast, loss
     masks, four tokens a word, and, where they are wanted, the teacher's log-probabilities, and routing. A token's place
-    in the mask has the number of its role.
+    in the mask has the number of its segment, from 1.
 
     Args:
         world: this rank's place.
@@ -140,11 +140,11 @@ class _Encoding:
         completion: Completion = group.completions[int(samples.completion[k])]
         prompt, of = prompt_and_response(group.prompt.token_ids, completion, int(samples.sequence[k]))
         logprobs, mask, known = completion.logprobs[of], completion.loss_mask[of], completion.teacher_logprobs
-        said_by = mask.astype(np.int8) if completion.roles is None else completion.roles[of] + np.int8(1)
+        segments = mask.astype(np.int8) if completion.segments is None else completion.segments[of] + np.int8(1)
         yield from (prompt, completion.token_ids[of], logprobs.view(np.int32))
         if self.taught:
             yield (np.full_like(logprobs, np.nan) if known is None else known[of]).view(np.int32)
-        yield np.pad(said_by, (0, -len(said_by) % 4)).view(np.int32)
+        yield np.pad(segments, (0, -len(segments) % 4)).view(np.int32)
         if self.routing is not None:
             yield self.routing.encode(samples, k, to, completion)
 
@@ -153,7 +153,7 @@ class _Encoding:
         for k in order:
             a, b, c, d, end = self._ends(k)
             part, position = words[position : position + end], position + end
-            said_by, table = part[d:].view(np.int8)[: b - a], None
+            segments, table = part[d:].view(np.int8)[: b - a], None
             if routing is not None:
                 start, position = position, position + routing.words(samples, k, rank)
                 table = routing.decode(samples, k, rank, words[start:position])
@@ -162,8 +162,8 @@ class _Encoding:
                 response_ids=part[a:b],
                 engine_logprobs=part[b:c].view(np.float32),
                 teacher_logprobs=part[c:d].view(np.float32) if self.taught else None,
-                loss_mask=said_by > 0,
-                advantage=samples.token_advantages(k, said_by - np.int8(1)),
+                loss_mask=segments > 0,
+                advantage=samples.advantage[k][segments - np.int8(1)],
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),
                 shared=int(samples.shared_length[k]),

@@ -1,6 +1,6 @@
-"""Advantages of completions, of roles in a conversation, and of segments in a tree: all that a run trains on.
+"""Advantages of completions and of their segments, computed of whole groups before anything is drawn.
 
-They are computed of whole groups, before anything is drawn. The advantages of a tree's segments are in ``trees.py``.
+Those of a tree's segments are in ``trees.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.rl.rounding import without_rounding
-from megatron_dppo.rl.trees import segment_advantages, segment_lengths, segment_squares
+from megatron_dppo.rl.trees import tree_advantages
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 if TYPE_CHECKING:  # prune() is used where there is no pydantic
@@ -104,9 +104,9 @@ def role_advantages(part: StepMetadata, objective: Objective) -> Floats:
     Two conversations of a solver and a critic, with the rewards 1 and 0 of the one and 0 and 2 of the other, have
     [[[1, −1], [−1, 1]]] under GRPO.
     """
-    result = np.zeros(part.roles.shape)
-    for role in range(part.roles.shape[2]):
-        known = part.roles[..., role]
+    result = np.zeros(part.segments.shape)
+    for role in range(part.segments.shape[2]):
+        known = part.segments[..., role]
         speaks = known["tokens"] > 0
         rows = np.flatnonzero(speaks.any(axis=1))
         inclusion = part.prompt_inclusion[rows]
@@ -115,31 +115,26 @@ def role_advantages(part: StepMetadata, objective: Objective) -> Floats:
 
 
 def advantages_of_segments(part: StepMetadata, config: Config, objective: Objective) -> Floats:
-    """[Q, G, B + 1], the advantage of each segment of a path in a tree; [Q, G, R], of each role in a conversation;
-    [Q, G, 1], of a completion that is neither.
-
-    All are 0 where a teacher alone is trained on."""
-    tree, roles = config.rollout.tree, part.roles.shape[-1]
+    """[Q, G, S], the advantage of each segment; S = 1 where a completion has one. All are 0 where a teacher alone is
+    trained on."""
+    segments = part.segments.shape[-1]
     if not config.loss.distillation.use_task_rewards:
-        return np.zeros((*part.rewards.shape, roles or part.forks.shape[-1] + 1))
-    if roles:
+        return np.zeros((*part.rewards.shape, segments or 1))
+    if config.rollout.tree.branches:
+        return tree_advantages(part.rewards, part.segments, config.rollout.tree)
+    if segments:
         return role_advantages(part, objective)
-    if not tree.branches:
-        return minibatch_advantages(part.rewards, part.prompt_inclusion, objective)[..., None]
-    return segment_advantages(part.rewards, part.response_lengths, part.forks, tree)
+    return minibatch_advantages(part.rewards, part.prompt_inclusion, objective)[..., None]
 
 
 def completion_advantages(part: StepMetadata, segments: Floats) -> Floats:
     """[Q, G], the one advantage by which the rules of pruning know a completion whose segments have ``segments``.
 
-    A segment or role counts by its tokens as well, so little that it matters only where all norms are 0.
+    A segment counts by its tokens as well, so little that it matters only where all norms are 0.
     """
-    if part.forks.shape[-1]:
-        squares = segment_squares(part.response_lengths, part.score_norms, part.forks)
-        return whole_advantage(segments, squares + 1e-12 * segment_lengths(part.response_lengths, part.forks))
-    if part.roles.shape[-1]:
-        return whole_advantage(segments, part.roles["norm"] ** 2 + 1e-12 * part.roles["tokens"])
-    return segments[..., 0]
+    if not part.segments.shape[-1]:
+        return segments[..., 0]
+    return whole_advantage(segments, part.segments["square"] + 1e-12 * part.segments["tokens"])
 
 
 def whole_advantage(parts: Floats, squares: Floats) -> Floats:

@@ -26,7 +26,7 @@ from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, 
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.sequences import alike, no_further, spread
 from megatron_dppo.rl.trees import biased_settings
-from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples, no_forks, no_roles
+from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples, no_segments
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name != "window"]
 """The fields of StepMetadata that have a value for each group."""
@@ -41,8 +41,7 @@ def plain_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
         "further_lengths": no_further(shape),
         "log_ratios": np.zeros((*shape, 2)),
         "teacher": np.full(prompts, -1),
-        "forks": no_forks(shape),
-        "roles": no_roles(shape),
+        "segments": no_segments(shape),
     }
 
 
@@ -179,7 +178,6 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> T
         teacher=part.teacher[group],
         weight=weight,
         scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,
-        forks=part.forks["at"][group, completion],
     )
 
 

@@ -10,7 +10,7 @@ and s_u the segment that leads to u
 is an unbiased estimate of the gradient of the expected reward, for any baseline b(u) that does not depend on s_u given
 u's parent. V of a leaf is its reward, and V of a node the mean of its children's. Each slot of the group counts 1/G.
 The slots below a node add up to its ω, so that the aggregation ``constant`` needs no weights: the loss of a token in
-segment l of completion g has the advantage ``segment_advantages(…)[q, g, l]``, and is divided by N·G·L_max as ever.
+segment l of completion g has the advantage ``tree_advantages(…)[q, g, l]``, and is divided by N·G·L_max as ever.
 
 **A path that ends before a fork** stands in each of the slots that its children would have had. Its ω is unchanged.
 
@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.rounding import without_rounding
-from megatron_dppo.rl.types import Floats, Forks, Ints
+from megatron_dppo.rl.types import Floats, Ints, Segments
 
 if TYPE_CHECKING:
     from megatron_dppo.config import TreeConfig
@@ -67,7 +67,7 @@ def biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def segment_advantages(rewards: Floats, lengths: Ints, forks: Forks, tree: TreeConfig) -> Floats:
+def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Floats:
     """V(u) − b(u) of every segment of every path, times the weights of its branches.
 
     With K = 2, M₁ = 2, forks after 1 of 3 tokens, and the baseline ``siblings``
@@ -75,13 +75,12 @@ def segment_advantages(rewards: Floats, lengths: Ints, forks: Forks, tree: TreeC
         rewards [[1, 0, 0, 0]]    V of the roots [[0.5, 0]]
         → [[[0.5, 1], [0.5, −1], [−0.5, 0], [−0.5, 0]]]
 
-    If the second root had ended after its first token, it would be the third and the fourth completion, of length 1.
+    If the second root had ended after its first token, it would be the third and the fourth completion, of one token.
     Its advantage −0.5 would then be that of the third twice: [[[0.5, 1], [0.5, −1], [−1, 0], [0, 0]]].
 
     Args:
         rewards: [Q, G].
-        lengths: [Q, G], tokens of the responses.
-        forks: [Q, G, B].
+        segments: [Q, G, B + 1]; those after the end of a path have no tokens.
         tree: K, M, the baseline and the depths.
 
     Returns:
@@ -90,29 +89,23 @@ def segment_advantages(rewards: Floats, lengths: Ints, forks: Forks, tree: TreeC
     """
     rewards = without_rounding(rewards)
     spread = np.ptp(rewards, axis=1, keepdims=True)[..., None]
-    tokens = segment_lengths(lengths, forks)
-    by_node = node_values(rewards - rewards[:, :1], forks, tree)
+    tokens = segments["tokens"]
+    by_node = node_values(rewards - rewards[:, :1], segments, tree)
     if tree.baseline == "depth":
-        segments = [normalised_by_depth(v, _of_nodes(tokens[..., b], v.shape[1])) for b, v in enumerate(by_node)]
+        nodes = [normalised_by_depth(v, _of_nodes(tokens[..., b], v.shape[1])) for b, v in enumerate(by_node)]
     else:
-        segments = [v - b for v, b in zip(by_node, _baselines(by_node, forks, tree), strict=True)]
-    slots = np.stack([np.repeat(a, rewards.shape[1] // a.shape[1], axis=1) for a in segments], axis=-1)
+        nodes = [v - b for v, b in zip(by_node, _baselines(by_node, segments, tree), strict=True)]
+    slots = np.stack([np.repeat(a, rewards.shape[1] // a.shape[1], axis=1) for a in nodes], axis=-1)
     slots[(tokens == 0) | (np.abs(slots) <= ROUNDING * spread)] = 0.0
-    slots[..., 1:] *= np.cumprod(forks["weight"], axis=-1)
+    slots *= np.cumprod(segments["weight"], axis=-1)
     if tree.depths:
         slots[..., np.setdiff1d(np.arange(slots.shape[-1]), tree.depths)] = 0.0
     once = np.zeros_like(slots)
-    np.add.at(once, (np.arange(len(rewards))[:, None], first_slots(lengths, forks, tree)), slots)
+    np.add.at(once, (np.arange(len(rewards))[:, None], first_slots(segments, tree)), slots)
     return once
 
 
-def segment_lengths(lengths: Ints, forks: Forks) -> Ints:
-    """[Q, G, B + 1], tokens of each segment: 0 for those after the end of a path."""
-    ends = np.concatenate([forks["at"], lengths[..., None]], axis=-1)
-    return np.diff(ends, axis=-1, prepend=0)
-
-
-def node_values(rewards: Floats, forks: Forks, tree: TreeConfig) -> list[Floats]:
+def node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -> list[Floats]:
     """V of every node, level by level: [Q, K], [Q, K·M₁], …, [Q, G].
 
     With ``tree.fusion`` = ``probability`` the children are weighted by the softmax of their segments'
@@ -120,7 +113,7 @@ def node_values(rewards: Floats, forks: Forks, tree: TreeConfig) -> list[Floats]
     """
     values = [rewards]
     for level in range(len(tree.branches) - 1, -1, -1):
-        nodes, children, branch = values[0].shape[1], tree.branches[level].children, forks[..., level]
+        nodes, children, branch = values[0].shape[1], tree.branches[level].children, segments[..., level + 1]
         shape = len(rewards), nodes // children, children
         below = values[0].reshape(shape)
         if tree.fusion == "probability":
@@ -133,7 +126,7 @@ def node_values(rewards: Floats, forks: Forks, tree: TreeConfig) -> list[Floats]
     return values
 
 
-def _baselines(values: Sequence[Floats], forks: Forks, tree: TreeConfig) -> list[Floats]:
+def _baselines(values: Sequence[Floats], segments: Segments, tree: TreeConfig) -> list[Floats]:
     """b of every node, in the shapes of ``values``.
 
     - ``siblings``: the mean of the other children of its parent, of those that were generated; if there are none, and
@@ -146,7 +139,7 @@ def _baselines(values: Sequence[Floats], forks: Forks, tree: TreeConfig) -> list
     baselines = [of_roots]
     for level, (value, fork) in enumerate(zip(values[1:], tree.branches, strict=True)):
         other_roots = np.repeat(of_roots, value.shape[1] // roots, axis=1)
-        generated = (_of_nodes(forks["weight"][..., level], value.shape[1]) > 0.0).astype(np.float64)
+        generated = (_of_nodes(segments["weight"][..., level + 1], value.shape[1]) > 0.0).astype(np.float64)
         shape = (queries, values[level].shape[1], fork.children)
         total, count = (
             (part.sum(axis=-1, keepdims=True) - part).reshape(value.shape)
@@ -181,32 +174,18 @@ def normalised_by_depth(values: Floats, tokens: Ints) -> Floats:
     return np.clip(np.where(count > 1, centred, 0.0) / (deviation + DEVIATION_FLOOR), -CLIP, CLIP)
 
 
-def first_slots(lengths: Ints, forks: Forks, tree: TreeConfig) -> Ints:
+def first_slots(segments: Segments, tree: TreeConfig) -> Ints:
     """[Q, G], the first slot of the group that has the same path: its own, but where a path is in several.
 
     With M₁ = M₂ = 2, and a root whose first branch ended before it forked again: [[0, 0, 2, 3, …]].
     """
-    samples = lengths.shape[1]
+    samples = segments.shape[1]
     places = list(np.unravel_index(np.arange(samples), tree.children(samples)))
     for level in range(1, len(places)):
-        repeated = (forks["at"][..., level - 1] == lengths) | (forks["weight"][..., level - 1] == 0.0)
-        places[level] = np.where(repeated, 0, places[level])
-    return np.ravel_multi_index(
-        np.broadcast_arrays(np.zeros(lengths.shape, np.int64), *places)[1:], tree.children(samples)
-    )
-
-
-def segment_squares(lengths: Ints, score_norms: Floats, forks: Forks) -> Floats:
-    """[Q, G, B + 1], the squared score norm of each segment of a path.
-
-    Args:
-        lengths: [Q, G].
-        score_norms: [Q, G], of whole paths.
-        forks: [Q, G, B].
-    """
-    branches = forks["norm"] ** 2
-    trunk = np.maximum(score_norms**2 - branches.sum(axis=-1), 0.0)
-    return np.concatenate([trunk[..., None], branches], axis=-1)
+        ended = ~segments["tokens"][..., level:].any(axis=-1)
+        places[level] = np.where(ended | (segments["weight"][..., level] == 0.0), 0, places[level])
+    shape = np.zeros(segments.shape[:2], np.int64)
+    return np.ravel_multi_index(np.broadcast_arrays(shape, *places)[1:], tree.children(samples))
 
 
 def _of_nodes(slots: NDArray[Number], nodes: int) -> NDArray[Number]:

@@ -19,16 +19,12 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Routing = NDArray[np.unsignedinteger[Any]]
 """[tokens, layers, k], the experts of every token in every layer, from 0; see :class:`RoutingShape`."""
-Forks = NDArray[np.void]
-"""[…, B], of dtype :data:`FORK`: the path of a completion at each of the B levels of forks of ``rollout.tree``."""
-FORK = np.dtype([("at", np.int64), ("norm", np.float64), ("logprob", np.float64), ("weight", np.float64)])
-"""``at``: tokens of the response before the fork; all of them if the path ended before. ``norm``, ``logprob``: score
-norm and log-probability of the segment that starts there. ``weight``: 1/(the probability with which its branch was
-generated), and 0 if it was not generated; see ``rl/trees.py``."""
-Roles = NDArray[np.void]
-"""[…, R], of dtype :data:`ROLE`: what each of ``rollout.roles`` had of a conversation."""
-ROLE = np.dtype([("reward", np.float64), ("tokens", np.int64), ("norm", np.float64)])
-"""``reward``: the role's own, penalties included. ``tokens``: that it sampled. ``norm``: of their score."""
+Segments = NDArray[np.void]
+"""[…, S], of dtype :data:`SEGMENT`: the parts of a completion that have an advantage each."""
+SEGMENT = np.dtype([("tokens", "i8"), ("square", "f8"), ("reward", "f8"), ("logprob", "f8"), ("weight", "f8")])
+"""``tokens``: number of them. ``square``: squared norm of their score. ``reward``: the segment's own, penalties
+included. ``logprob``: of its tokens. ``weight``: 1/(the probability with which the segment's branch was generated), and
+0 if it was not generated; see ``rl/trees.py``."""
 Label = str | dict[str, Any] | list[Any]
 """A reference answer: a text, or what a data set keeps in its place, such as the tests that a program has to pass."""
 
@@ -120,17 +116,16 @@ class Completion:
     routing: Routing | None = None
     """Experts of the first P + L − 1 tokens of prompt and response, in all layers (no engine reads the last token), or
     of fewer if the policy read less. None if not requested."""
-    forks: tuple[int, ...] = ()
-    """In a tree: after how many tokens the path to this leaf has forked, at each level; L where it ended before. The
-    group has all its leaves in order, and a path that ended early in the place of each leaf that it stands for."""
-    fork_weights: tuple[float, ...] = ()
-    """In a tree whose branches are pruned beforehand: ``weight`` of each level, see :data:`FORK`. A branch that was not
-    generated is in the group as a copy of its first sibling, with the weight 0. Empty: ones."""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[L], what a server that is this prompt's teacher gives the tokens, at temperature 1; None where none teaches."""
-    roles: NDArray[np.int8] | None = None
-    """In a conversation of several roles: which of ``rollout.roles`` sampled each token, from 0; −1 where
-    ``loss_mask`` is False. None: there are no roles."""
+    segments: NDArray[np.int8] | None = None
+    """[L], the segment of each token, from 0; −1 where ``loss_mask`` is False. In a conversation of several roles it is
+    the place among ``rollout.roles`` of the one that sampled the token; in a tree the number of forks before the token.
+    None: all tokens have one advantage."""
+    weights: tuple[float, ...] = ()
+    """In a tree: ``weight`` of each segment, see :data:`SEGMENT`. The group has all leaves in order, and a path that
+    ended early in the place of each leaf that it stands for. A branch that was not generated is there as a copy of its
+    first sibling, with the weight 0."""
     starts: tuple[int, ...] = ()
     """In a conversation of several sequences: where those after the first begin, see ``rl/sequences.py``."""
 
@@ -224,10 +219,8 @@ class StepMetadata:
     (0, 1); (0, 0): none teaches."""
     teacher: Ints
     """[Q], whose whole distribution is compared: a place among ``loss.distillation.models``; −1: nobody's."""
-    forks: Forks
-    """[Q, G, B], of completions that are the leaves of a tree; B = 0 without one."""
-    roles: Roles
-    """[Q, G, R], of conversations in several roles; R = 0 elsewhere."""
+    segments: Segments
+    """[Q, G, S]; S = 0 where a completion has one advantage."""
     versions: Ints
     """[Q, G], the oldest weights that made any of a completion's tokens."""
     owners: Ints
@@ -241,14 +234,9 @@ class StepMetadata:
         return self.prompt_lengths[:, None] + self.response_lengths
 
 
-def no_forks(completions: tuple[int, ...]) -> Forks:
-    """The forks of completions of this shape without a tree: none."""
-    return np.zeros((*completions, 0), FORK)
-
-
-def no_roles(completions: tuple[int, ...]) -> Roles:
-    """The roles of completions of this shape that no roles share: none."""
-    return np.zeros((*completions, 0), ROLE)
+def no_segments(completions: tuple[int, ...]) -> Segments:
+    """The segments of completions of this shape that have one advantage each: none."""
+    return np.zeros((*completions, 0), SEGMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,30 +263,18 @@ class TrainingSamples:
     shared_length: Ints
     """[K], tokens that the pack holds already with the sample before; 0 where it holds all of them anew."""
     advantage: Floats
-    """[K, S], of each segment: in a tree the tokens before the first fork, and from each fork to the next, or to the
-    end; in a conversation those of each role. S = 1 elsewhere."""
+    """[K, S], of each segment; S = 1 where a completion has one advantage."""
     teacher: Ints
     """[K], as in StepMetadata."""
     weight: Floats
     """[K], 1/(π_prompt·π_completion), the Horvitz-Thompson weight."""
     scale: Floats
     """[K], weight · c / Z: the sum of a sample's token losses is multiplied by this, and by nothing else."""
-    forks: Ints
-    """[K, B], after how many tokens of the response its path forks; B = 0 without a tree."""
 
     @property
     def lengths(self) -> Ints:
         """[K], tokens of prompt and response."""
         return self.prompt_length + self.response_length
-
-    def token_advantages(self, k: int, said_by: NDArray[np.int8]) -> Floats:
-        """[L], of the tokens of sample ``k``'s response. ``said_by`` [L] is the role that sampled each, from 0; tokens
-        that the policy did not sample may have any advantage."""
-        advantage, forks = self.advantage[k], self.forks[k]
-        if len(advantage) == 1:
-            return np.full(len(said_by), advantage[0])
-        in_roles = len(advantage) > len(forks) + 1
-        return advantage[said_by if in_roles else np.searchsorted(forks, np.arange(len(said_by)), side="right")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +359,7 @@ class Pack:
     sample: Ints
     """[R], which of the pack's training samples (0 to their number − 1) a target belongs to."""
     advantage: Floats
-    """[R], of the target's sample, as are ``scale`` and ``versions``; in a tree of its segment, or of its role."""
+    """[R], of the target's segment. ``scale`` and ``versions`` are those of its sample."""
     scale: Floats
     """[R]"""
     engine_logprobs: NDArray[np.float32]

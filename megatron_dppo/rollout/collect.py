@@ -231,15 +231,15 @@ class Collector:
     def _check_forks(self, answers: ScoredCompletions) -> None:
         """Only an engine that does not know of trees leaves them out."""
         rollout = self._config.rollout
-        levels = len(rollout.tree.branches)
-        if any(len(completion.forks) != levels for group in answers.completions for completion in group):
+        if any(len(completion.weights) != rollout.segments for group in answers.completions for completion in group):
+            levels = len(rollout.tree.branches)
             problem = f"has {levels} levels, and completions came from the engine {rollout.engine} that did not fork"
             remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
     def _check_roles(self, answers: ScoredCompletions) -> None:
         roles, function = self._config.rollout.roles, self._config.reward.function
-        if any(completion.roles is None for group in answers.completions for completion in group):
+        if any(completion.segments is None for group in answers.completions for completion in group):
             problem = "want to know who said what, and a completion came without"
             raise UserError("rollout.roles", list(roles), problem, "Have the engine's conversations say it")
         scores = (score for group in answers.scores for score in group if score is not None)
@@ -273,7 +273,7 @@ class Collector:
                 groups,
                 np.array(inclusion),
                 rollout.samples_per_prompt,
-                len(branches),
+                rollout.segments,
                 self._world.rank,
                 self._config.loss.distillation,
                 of_roles,

@@ -192,13 +192,13 @@ def joined(turns: Iterable[Part]) -> Completion:
         versions=tuple(spans),
         finish_reason=finish_reason,
         routing=_routing([part.routing for part in parts if part.routing is not None]),
-        roles=_roles(parts) if any(part.roles is not None for part in parts) else None,
+        segments=_segments(parts) if any(part.segments is not None for part in parts) else None,
         starts=tuple(at + start for at, part in zip(befores, parts, strict=False) for start in part.starts),
     )
 
 
-def _roles(parts: Sequence[Completion]) -> NDArray[np.int8]:
-    return np.concatenate([np.full(len(p.token_ids), -1, np.int8) if p.roles is None else p.roles for p in parts])
+def _segments(parts: Sequence[Completion]) -> NDArray[np.int8]:
+    return np.concatenate([np.full(len(p.token_ids), -1, np.int8) if p.segments is None else p.segments for p in parts])
 
 
 def _routing(of_turns: Sequence[Routing]) -> Routing | None:
@@ -230,7 +230,7 @@ def beginning(completion: Completion, length: int, read: int) -> Completion:
         versions=tuple(spans),
         finish_reason="length",
         routing=None if completion.routing is None else completion.routing[:read],
-        roles=None if completion.roles is None else completion.roles[:length],
+        segments=None if completion.segments is None else completion.segments[:length],
     )
 
 
@@ -310,7 +310,7 @@ def _of_turns(
     if not roles:
         return joined(alone)
     lengths = [len(turn.token_ids if isinstance(turn, Completion) else turn) for turn in alone]
-    return replace(joined(alone), roles=np.repeat(np.array(said_by, np.int8), lengths))
+    return replace(joined(alone), segments=np.repeat(np.array(said_by, np.int8), lengths))
 
 
 def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]) -> Completion:

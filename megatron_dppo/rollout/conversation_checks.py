@@ -53,7 +53,7 @@ def check_completion(completion: Completion, limit: int) -> None:
 
 
 def check_roles(completion: Completion, roles: Sequence[str]) -> None:
-    said_by = completion.roles
+    said_by = completion.segments
     if (said_by is not None) != bool(roles):
         there = "without the role of each token" if roles else "with roles"
         raise UnusableError(f"returned a response {there}, and rollout.roles has {', '.join(roles) or 'none'}")

@@ -155,7 +155,7 @@ def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     # A request that is aborted while it waits has tokens and no routing.
     like = next((c.routing for c in completions if c.routing is not None), None)
     tables = [] if like is None else [like[:0] if c.routing is None else c.routing for c in completions]
-    roles = [completion.roles for completion in completions if completion.roles is not None]
+    segments = [completion.segments for completion in completions if completion.segments is not None]
     spans = [(span.version, span.count) for completion in completions for span in completion.versions]
     blank = (np.full(len(c.token_ids), np.nan, np.float32) for c in completions)
     taught = [n if c.teacher_logprobs is None else c.teacher_logprobs for c, n in zip(completions, blank, strict=True)]
@@ -164,8 +164,7 @@ def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
         "loss_mask": np.concatenate([np.zeros(0, bool), *(c.loss_mask for c in completions)]),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], bool),
-        "forks": np.array([c.forks for c in completions], np.int64),
-        "fork_weights": np.array([c.fork_weights for c in completions], np.float64),
+        "weights": np.array([c.weights for c in completions], np.float64),
         "span_counts": np.array([len(c.versions) for c in completions], np.int64),
         "spans": np.array(spans, np.int64).reshape(-1, 2),
         **(
@@ -173,7 +172,7 @@ def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
             if any(c.teacher_logprobs is not None for c in completions)
             else {}
         ),
-        **({"roles": np.concatenate(roles)} if roles else {}),
+        **({"segments": np.concatenate(segments)} if segments else {}),
         "start_counts": np.array([len(c.starts) for c in completions], np.int64),
         "starts": np.array([start for c in completions for start in c.starts], np.int64),
         **({"routing": np.concatenate(tables), "routed": np.array([*map(len, tables)], np.int64)} if tables else {}),
@@ -192,19 +191,18 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
     ends, last_spans = np.cumsum(lengths)[:-1], np.cumsum(stored["span_counts"])[:-1]
     routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
     taught = np.split(stored["teacher_logprobs"], ends) if "teacher_logprobs" in stored else repeat(None)
-    roles = np.split(stored["roles"], ends) if "roles" in stored else repeat(None)
+    segments = np.split(stored["segments"], ends) if "segments" in stored else repeat(None)
     started = np.split(stored["starts"], np.cumsum(stored["start_counts"])[:-1])
-    for token_ids, logprobs, loss_mask, spans, stopped, table, forks, weights, said, said_by, starts in zip(
+    for token_ids, logprobs, loss_mask, spans, stopped, table, weights, said, segment, begins in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
         np.split(stored["loss_mask"], ends),
         np.split(stored["spans"], last_spans),
         stored["stopped"].tolist(),
         routing,
-        stored["forks"].tolist(),
-        stored["fork_weights"].tolist(),
+        stored["weights"].tolist(),
         taught,
-        roles,
+        segments,
         started,
         strict=False,  # splitting nothing gives one piece
     ):
@@ -212,9 +210,9 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         reason: Literal["stop", "length"] = "stop" if stopped else "length"
         said = None if said is None or np.isnan(said).all() else said
         table = table if table is not None and len(table) else None
-        tree = tuple(forks), tuple(weights)
-        begin = tuple(map(int, starts))
-        yield Completion(token_ids, logprobs, loss_mask, versions, reason, table, *tree, said, said_by, begin)
+        starts = tuple(map(int, begins))
+        tokens = token_ids, logprobs, loss_mask, versions, reason
+        yield Completion(*tokens, table, said, segment, tuple(weights), starts)
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:

@@ -13,14 +13,14 @@ from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.families import shared_lengths
 from megatron_dppo.rl.sequences import further_lengths
-from megatron_dppo.rl.types import FORK, ROLE, Bools, Completion, Floats, Group, Roles, StepMetadata, no_forks, no_roles
+from megatron_dppo.rl.types import SEGMENT, Bools, Completion, Floats, Group, StepMetadata
 
 
 def metadata_of(
     groups: Sequence[Group],
     inclusion: Floats,
     samples: int,
-    levels: int,
+    segments: int,
     owner: int,
     distillation: DistillationConfig = DistillationConfig(),  # noqa: B008
     role_rewards: Sequence[Floats] = (),
@@ -31,19 +31,21 @@ def metadata_of(
         groups: Q of them; there may be none.
         inclusion: [Q], of their prompts.
         samples: G, completions of each.
-        levels: B, those at which completions may have forked.
+        segments: S, those of each completion; 0 where it has one advantage.
         owner: the rank.
         distillation: says who teaches which of them.
-        role_rewards: Q of [G, R], the rewards of the roles in each conversation; empty: there are no roles.
+        role_rewards: Q of [G, S], the rewards of the roles in each conversation; empty: there are no roles.
     """
     shape = (len(groups), samples)
-    forks = no_forks(shape)
-    if levels:
-        forks = np.array([[_forks(c) for c in g.completions] for g in groups], FORK).reshape(*shape, levels)
 
     def table(row: Callable[[Group], Sequence[float] | Floats], dtype: type = np.int64) -> NDArray[Any]:
         return np.array([row(group) for group in groups], dtype).reshape(shape)
 
+    parts = np.zeros((*shape, segments), SEGMENT)
+    if segments:
+        parts.ravel()[:] = [row for group in groups for c in group.completions for row in _segments(c, segments)]
+    for into, rewards in zip(parts, role_rewards, strict=False):
+        into["reward"] = rewards
     sources = [group.prompt.data_source for group in groups]
     teacher = np.array([distillation.model_of(source) for source in sources], np.int64)
     log_ratios = np.zeros((*shape, 2))
@@ -64,8 +66,7 @@ def metadata_of(
         score_norms=table(lambda g: [_score_norm(c) for c in g.completions], np.float64),
         log_ratios=log_ratios,
         teacher=teacher,
-        forks=forks,
-        roles=_roles(groups, samples, role_rewards) if role_rewards else no_roles(shape),
+        segments=parts,
         versions=table(lambda g: [c.oldest_version for c in g.completions]),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
@@ -94,37 +95,21 @@ def _log_ratios(completion: Completion) -> tuple[float, float]:
     return float(mean), float(np.sqrt(np.average((ratio - mean) ** 2, weights=weight)))
 
 
-def _roles(groups: Sequence[Group], samples: int, rewards: Sequence[Floats]) -> Roles:
-    roles = np.zeros((len(groups), samples, rewards[0].shape[1]), ROLE)
-    for into, group, of_group in zip(roles, groups, rewards, strict=True):
-        into["reward"] = of_group
-        for row, completion in zip(into, group.completions, strict=True):
-            for number, role in enumerate(row):
-                mine: Bools = np.equal(np.asarray(completion.roles), number)
-                role["tokens"], role["norm"] = mine.sum(), _score_norm(completion, mine)
-    return roles
-
-
-def _forks(completion: Completion) -> list[tuple[int, float, float, float]]:
-    """A row of ``FORK`` for each level of a tree."""
-    weights = completion.fork_weights or (1.0,) * len(completion.forks)
-    segments = map(slice, completion.forks, (*completion.forks[1:], len(completion.token_ids)))
-    return [
-        (
-            tokens.start,
-            _score_norm(completion, tokens),
-            float(completion.logprobs[tokens].sum(dtype=np.float64)),
-            weight,
-        )
-        for tokens, weight in zip(segments, weights, strict=True)
-    ]
+def _segments(completion: Completion, count: int) -> list[tuple[int, float, float, float, float]]:
+    """A row of ``SEGMENT`` for each segment, without a reward of its own."""
+    rows = []
+    for number, weight in enumerate(completion.weights or (1.0,) * count):
+        tokens: Bools = np.equal(np.asarray(completion.segments), number)
+        logprob = float(completion.logprobs[tokens].sum(dtype=np.float64))
+        rows.append((int(tokens.sum()), _score_norm(completion, tokens) ** 2, 0.0, logprob, weight))
+    return rows
 
 
 def mean_role_rewards(metadata: StepMetadata, roles: Sequence[str]) -> dict[str, float]:
     """``rollout/role_reward/…``, the mean reward of each role, over the conversations in which it speaks."""
-    if not metadata.roles.size:
+    if not roles:
         return {}
-    reward, speaks = metadata.roles["reward"], metadata.roles["tokens"] > 0
+    reward, speaks = metadata.segments["reward"], metadata.segments["tokens"] > 0
     count = np.maximum(speaks.sum(axis=(0, 1)), 1)
     means = np.where(speaks, reward, 0.0).sum(axis=(0, 1)) / count
     return {f"rollout/role_reward/{role}": float(mean) for role, mean in zip(roles, means, strict=True)}

@@ -97,8 +97,7 @@ class StepRollouts:
         known, rollout, teaching = rollouts.metadata, config.rollout, config.loss.distillation
         if (several := known.further_lengths.shape[2]) > 0:
             check_settings(config, 1 + several)
-        asked = rollout.samples_per_prompt, len(rollout.tree.branches), len(rollout.roles)
-        if (known.rewards.shape[1], known.forks.shape[2], known.roles.shape[2]) != asked:
+        if known.segments.shape[1:] != (rollout.samples_per_prompt, rollout.segments):
             return False
         if known.versions.min(initial=np.iinfo(np.int64).max) < oldest:
             return False
@@ -107,6 +106,8 @@ class StepRollouts:
             if known.teacher[row] != teaching.model_of(source):
                 return False
             for completion in group.completions:
+                if bool(completion.weights) != bool(rollout.tree.branches):
+                    return False
                 if (completion.teacher_logprobs is not None) != teaching.served(source):
                     return False
                 if routed and completion.routing is None:

@@ -75,8 +75,12 @@ class TreePath:
     """From which it was generated."""
     slot: int
     completion: Completion
-    """The whole of it, with its forks."""
+    """The whole of it."""
     entropies: Entropies | None
+    forks: tuple[int, ...]
+    """After how many tokens it has forked, at each level; its length where it ended before."""
+    weights: tuple[float, ...]
+    """Weights of its branches at these forks."""
 
     @property
     def level(self) -> int:
@@ -137,7 +141,7 @@ def grown(stem: Prefix, slot: int, part: Completion, entropies: Entropies | None
         entropies = np.concatenate([stem.entropies, entropies])
     forks = fork_positions(branches, len(whole.token_ids), entropies, stem.forks)
     weights = stem.weights + (1.0,) * (len(forks) - len(stem.weights))
-    return TreePath(stem, slot, replace(whole, forks=forks, fork_weights=weights) if forks else whole, entropies)
+    return TreePath(stem, slot, whole, entropies, forks, weights)
 
 
 def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Prefix]:
@@ -150,7 +154,7 @@ def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Prefix]:
     """
     stems = []
     for level in range(path.level, len(branches)):
-        position = path.completion.forks[level]
+        position = path.forks[level]
         if position == len(path.completion.token_ids):
             break
         width, fork = leaves_below(branches, level + 1), branches[level]
@@ -165,8 +169,8 @@ def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Prefix]:
                 # All tokens of a prefix have been read: the path went on after them.
                 prefix=beginning(path.completion, position, len(path.stem.prompt.token_ids) + position),
                 entropies=None if path.entropies is None else path.entropies[:position],
-                forks=path.completion.forks[: level + 1],
-                weights=(*path.completion.fork_weights[:level], 1.0 / fork.keep),
+                forks=path.forks[: level + 1],
+                weights=(*path.weights[:level], 1.0 / fork.keep),
             )
         )
     return stems
@@ -183,32 +187,42 @@ def leaves_of(paths: Iterable[TreePath], branches: Branches) -> tuple[Completion
 
     The leaves of a child that was not generated are those of the path that it would have left, with the weight 0.
     """
+    if not branches:
+        return tuple(path.completion for path in sorted(paths, key=lambda path: path.slot))
     leaves: dict[int, Completion] = {}
     for path in sorted(paths, key=lambda path: path.level):  # a child takes its leaves from the path that it left
-        below = leaves_below(branches, path.level)
-        leaves |= dict.fromkeys(range(path.slot, path.slot + below), path.completion)
+        below, ends = leaves_below(branches, path.level), (*path.forks, len(path.completion.token_ids))
+        segments = np.repeat(np.arange(len(ends), dtype=np.int8), np.diff(ends, prepend=0))
+        leaf = replace(path.completion, segments=segments, weights=(1.0, *path.weights))
+        leaves |= dict.fromkeys(range(path.slot, path.slot + below), leaf)
     for level in reversed(range(len(branches))):  # so that what is copied is complete
         width = leaves_below(branches, level + 1)
         for child in range(0, len(leaves), width):
             first = child - child % (width * branches[level].children)
             own = leaves[first]
-            if child > first and leaves[child] is own and own.forks[level] < len(own.token_ids):
-                leaves |= {child + leaf: _not_generated(leaves[first + leaf], level) for leaf in range(width)}
+            if child > first and leaves[child] is own and _tokens_from(own, level + 1):
+                leaves |= {child + leaf: _not_generated(leaves[first + leaf], level + 1) for leaf in range(width)}
     return tuple(leaves[slot] for slot in sorted(leaves))
 
 
-def _not_generated(sibling: Completion, level: int) -> Completion:
-    weights = list(sibling.fork_weights)
-    weights[level] = 0.0
-    return replace(sibling, fork_weights=tuple(weights))
+def _tokens_from(leaf: Completion, segment: int) -> int:
+    """Tokens of a segment and of those after it."""
+    return int(np.count_nonzero(np.asarray(leaf.segments) >= segment))
+
+
+def _not_generated(sibling: Completion, segment: int) -> Completion:
+    weights = list(sibling.weights)
+    weights[segment] = 0.0
+    return replace(sibling, weights=tuple(weights))
 
 
 def unique_tokens(group: Sequence[Completion], branches: Branches) -> int:
     """Tokens of a group that the policy sampled, those that its leaves share counted once."""
+    if not branches:
+        return sum(int(completion.loss_mask.sum()) for completion in group)
     total = 0
-    for slot, completion in enumerate(group):
-        if 0.0 in completion.fork_weights:  # a copy
-            continue
-        level = next(level for level in range(len(branches) + 1) if slot % leaves_below(branches, level) == 0)
-        total += int(completion.loss_mask[completion.forks[level - 1] if level else 0 :].sum())
+    for slot, leaf in enumerate(group):
+        if 0.0 not in leaf.weights:  # no copy
+            level = next(level for level in range(len(branches) + 1) if slot % leaves_below(branches, level) == 0)
+            total += _tokens_from(leaf, level)
     return total

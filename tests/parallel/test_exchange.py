@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.parallel.exchange import RoutingWanted, deliver
@@ -15,6 +17,8 @@ from tests.ranks import RankPool
 PROMPT_LENGTHS = (3, 1, 5)
 RESPONSE_LENGTHS = ((4, 1), (2, 7), (6, 3))
 OWNERS = (1, 0, 1)
+ADVANTAGES = np.array([1.0, 1 / 3, -2 / 7])
+"""Of the segments of sample 1; of sample k, k times as large."""
 SHAPE = RoutingShape(layers=5, per_token=3, experts=300)
 
 
@@ -31,7 +35,12 @@ def roles_of(index: int, sample: int) -> np.ndarray:
     return np.where(tokens % 3 == index, -1, tokens % 2).astype(np.int8)
 
 
-def group(index: int, *, roles: bool = False) -> Group:
+def segments_of(index: int, sample: int) -> np.ndarray:
+    """Those of a tree's leaf, all of whose tokens were sampled."""
+    return np.minimum(np.arange(RESPONSE_LENGTHS[index][sample]) // (1 + index), 2).astype(np.int8)
+
+
+def group(index: int, segments: Callable[[int, int], np.ndarray] | None = None) -> Group:
     prompt = Prompt(index, np.arange(PROMPT_LENGTHS[index], dtype=np.int32) + 100 * index, "", "")
     completions = tuple(
         Completion(
@@ -42,7 +51,7 @@ def group(index: int, *, roles: bool = False) -> Group:
             "stop",
             routing_of(index, sample),
             teacher_logprobs=None if index == 1 else np.arange(length, dtype=np.float32) - 100 * index - sample,
-            roles=roles_of(index, sample) if roles else None,
+            segments=segments(index, sample) if segments else None,
         )
         for sample, length in enumerate(RESPONSE_LENGTHS[index])
     )
@@ -61,11 +70,10 @@ def plan() -> MinibatchPlan:
         prompt_length=np.array(PROMPT_LENGTHS)[groups],
         response_length=np.array(RESPONSE_LENGTHS)[groups, completions],
         shared_length=np.array([0, 2, 0, 1, 0]),
-        advantage=np.column_stack([np.arange(5.0), np.arange(10).reshape(5, 2) / 3]),
+        advantage=np.arange(5.0)[:, None] / 3,
         teacher=np.full(5, -1),
         weight=np.ones(5),
         scale=np.arange(5.0) / 10,
-        forks=np.arange(10).reshape(5, 2),
     )
     return MinibatchPlan(kept, 1.0, 32, (((4, 0), (2,)), ((1, 3), ())))
 
@@ -81,23 +89,24 @@ def received(rank: int, size: int, layout: LayoutConfig, routed: bool) -> tuple[
     )
 
 
-def received_roles(rank: int, size: int) -> tuple[int, list]:
+def received_segments(rank: int, size: int, segments: Callable[[int, int], np.ndarray]) -> tuple[int, list]:
     world = initialize(LayoutConfig(dp=2), seed=1, timeout_s=60.0)
-    held = {i: group(i, roles=True) for i in range(3) if OWNERS[i] == rank}
+    held = {i: group(i, segments) for i in range(3) if OWNERS[i] == rank}
     given = plan()
-    samples = replace(given.samples, forks=np.zeros((5, 0), np.int64), advantage=np.outer(np.arange(5), [1, 1 / 3]))
+    samples = replace(given.samples, advantage=np.outer(np.arange(5), ADVANTAGES))
     return world.dp_rank, deliver(world, replace(given, samples=samples), held)
 
 
-def test_tokens_keep_their_roles_on_the_way(ranks: RankPool) -> None:
-    for replica, packs in ranks.run(2, received_roles):
+@pytest.mark.parametrize("segments", [roles_of, segments_of])
+def test_tokens_keep_their_segments_on_the_way(ranks: RankPool, segments: Callable[[int, int], np.ndarray]) -> None:
+    for replica, packs in ranks.run(2, received_segments, segments):
         for pack, rows in zip(packs, plan().packs[replica], strict=True):
             for got, row in zip(pack, rows, strict=True):
                 samples = plan().samples
-                expected = roles_of(int(samples.group[row]), int(samples.completion[row]))
+                expected = segments(int(samples.group[row]), int(samples.completion[row]))
                 np.testing.assert_array_equal(got.loss_mask, expected >= 0)
                 sampled = np.flatnonzero(got.loss_mask)
-                np.testing.assert_allclose(got.advantage[sampled], np.array([row, row / 3])[expected[sampled]])
+                np.testing.assert_array_equal(got.advantage[sampled], (row * ADVANTAGES)[expected[sampled]])
 
 
 def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: RankPool) -> None:
@@ -115,10 +124,7 @@ def test_every_rank_of_a_replica_gets_its_samples_in_the_planned_order(ranks: Ra
                     np.testing.assert_array_equal(got.engine_logprobs, completion.logprobs)
                     np.testing.assert_array_equal(got.loss_mask, completion.loss_mask)
                     assert (got.scale, got.version) == (row / 10, row + 20)
-                    steps = np.arange(len(got.response_ids))
-                    forked = (steps >= 2 * row).astype(int) + (steps >= 2 * row + 1)
-                    wanted = np.array([row, 2 * row / 3, (2 * row + 1) / 3])[forked]
-                    np.testing.assert_array_equal(got.advantage, wanted)
+                    assert (got.advantage[got.loss_mask] == row / 3).all()
                     if not routed:
                         assert got.routing is None and got.teacher_logprobs is None
                         continue

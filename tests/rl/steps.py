@@ -10,7 +10,7 @@ from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, Pa
 from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.types import Prompt, StepMetadata, no_forks, no_roles
+from megatron_dppo.rl.types import Prompt, StepMetadata, no_segments
 
 
 def step_metadata(
@@ -30,8 +30,7 @@ def step_metadata(
         "score_norms": np.sqrt(lengths * rng.uniform(0.1, 0.5, (groups, samples))),
         "log_ratios": np.zeros((groups, samples, 2)),
         "teacher": np.full(groups, -1),
-        "forks": no_forks((groups, samples)),
-        "roles": no_roles((groups, samples)),
+        "segments": no_segments((groups, samples)),
         "versions": np.zeros((groups, samples), np.int64),
         "owners": rng.integers(0, 4, groups),
     }

@@ -18,7 +18,7 @@ from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.minibatch import completion_candidates, prune_minibatch
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import (
-    ROLE,
+    SEGMENT,
     Completion,
     Floats,
     Group,
@@ -26,7 +26,6 @@ from megatron_dppo.rl.types import (
     StepMetadata,
     StepPlan,
     VersionSpan,
-    no_forks,
 )
 from megatron_dppo.rollout.metadata import metadata_of
 from tests.rl.integration import FixedOffset, outcomes
@@ -71,12 +70,12 @@ def by_own_words(role: int) -> Floats:
 def metadata_for(chosen: tuple[int, ...]) -> StepMetadata:
     """One prompt, whose conversations take these paths."""
     lengths = np.array([[len(PATHS[each]) for each in chosen]])
-    roles = np.zeros((1, len(chosen), 2), ROLE)
-    for row, each in zip(roles[0], chosen, strict=True):
+    segments = np.zeros((1, len(chosen), 2), SEGMENT)
+    for row, each in zip(segments[0], chosen, strict=True):
         misses = (1.0 - np.array(CHANCES[each])) ** 2
         for role in (0, 1):
             mine = np.array(SPOKEN[each]) == role
-            row[role] = REWARDS[each, role], mine.sum(), np.sqrt(misses[mine].sum())
+            row[role] = mine.sum(), misses[mine].sum(), REWARDS[each, role], 0.0, 1.0
     return StepMetadata(
         prompt_ids=np.zeros(1, np.int64),
         prompt_inclusion=np.ones(1),
@@ -86,11 +85,10 @@ def metadata_for(chosen: tuple[int, ...]) -> StepMetadata:
         sampled_lengths=lengths,
         further_lengths=no_further(lengths.shape),
         rewards=REWARDS[list(chosen)].mean(axis=1)[None],
-        score_norms=np.sqrt((roles["norm"] ** 2).sum(axis=-1)),
+        score_norms=np.sqrt(segments["square"].sum(axis=-1)),
         log_ratios=np.zeros((*lengths.shape, 2)),
         teacher=np.full(1, -1),
-        forks=no_forks(lengths.shape),
-        roles=roles,
+        segments=segments,
         versions=np.zeros_like(lengths),
         owners=np.zeros(1, np.int64),
         window=1.0,
@@ -112,7 +110,7 @@ def gradient(chosen: tuple[int, ...], step: StepPlan) -> Floats:
     samples, total = step.minibatches[0].samples, np.zeros(len(LOGITS))
     for k in range(len(samples.group)):
         path, said_by = PATHS[chosen[samples.completion[k]]], SPOKEN[chosen[samples.completion[k]]]
-        sample = training_sample(step, k, path, tuple(said_by))
+        sample = training_sample(step, k, path, said_by)
         pack = build_pack([sample], 8, pad_id=0, align=1)
         total += (pack.scale * pack.advantage) @ scores(path)
     return total
@@ -158,11 +156,11 @@ def test_the_sum_over_roles_is_the_gradient_of_the_reward_that_all_share() -> No
 )
 def test_a_role_is_held_against_the_conversations_in_which_it_speaks(name: str, expected: list[list[float]]) -> None:
     """Its reward in the others, which may be anything, is of no token."""
-    roles = np.zeros((1, 3, 2), ROLE)
-    roles["reward"] = [[[4.0, 77.0], [0.0, 3.0], [2.0, 2.0]]]
-    roles["tokens"] = [[[1, 0], [2, 5], [1, 1]]]
+    segments = np.zeros((1, 3, 2), SEGMENT)
+    segments["reward"] = [[[4.0, 77.0], [0.0, 3.0], [2.0, 2.0]]]
+    segments["tokens"] = [[[1, 0], [2, 5], [1, 1]]]
     metadata = metadata_for((0, 0, 0))
-    found = role_advantages(dataclasses.replace(metadata, roles=roles), objective_for(LossConfig(name=name)))
+    found = role_advantages(dataclasses.replace(metadata, segments=segments), objective_for(LossConfig(name=name)))
     wanted = np.array(expected)
     if name == "grpo":
         wanted[:, 0] *= np.sqrt(3 / 2)
@@ -180,23 +178,23 @@ def test_the_score_of_a_conversation_is_a_second_moment_over_its_tokens() -> Non
             said >= 0,
             (VersionSpan(0, len(said)),),
             "stop",
-            roles=said,
+            segments=said,
         )
         for said in said_by
     )
     group = Group(Prompt(0, np.array([7], np.int32), "", ""), completions, np.zeros(3))
     rewards = np.array([[1.0, 0.0], [0.0, 2.0], [0.5, 9.0]])
-    metadata = dataclasses.replace(metadata_of([group], np.ones(1), 3, 0, 0, role_rewards=[rewards]), window=1.0)
+    metadata = dataclasses.replace(metadata_of([group], np.ones(1), 3, 2, 0, role_rewards=[rewards]), window=1.0)
     config = config_for("neyman")
     objective = objective_for(config.loss)
     advantages = advantages_of_segments(metadata, config, objective)
     found = completion_candidates(metadata, config, objective, advantages)
     for i, completion in enumerate(completions):
         sampled = completion.loss_mask
-        per_token = advantages[0, i][completion.roles[sampled]]
+        per_token = advantages[0, i][completion.segments[sampled]]
         misses = -np.expm1(completion.logprobs[sampled].astype(np.float64))
         assert found.score[0, i] == pytest.approx(np.sqrt((per_token**2 * misses**2).sum()))
-    assert metadata.roles["tokens"].tolist() == [[[3, 1], [1, 2], [2, 0]]]
+    assert metadata.segments["tokens"].tolist() == [[[3, 1], [1, 2], [2, 0]]]
 
 
 def test_the_log_says_what_the_gradient_is_of() -> None:

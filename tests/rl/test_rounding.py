@@ -19,8 +19,8 @@ from megatron_dppo.rl.pruning.metrics import census
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.rounding import ROUNDING, is_right, without_rounding
-from megatron_dppo.rl.trees import segment_advantages
-from megatron_dppo.rl.types import FORK
+from megatron_dppo.rl.trees import tree_advantages
+from megatron_dppo.rl.types import SEGMENT
 from tests.rl.steps import made_up_pool, step_config, step_metadata
 
 ALIKE = np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15, 0.6 / 2.0]])
@@ -109,11 +109,10 @@ def test_a_census_counts_two_rewards():
 @pytest.mark.parametrize("baseline", ["mixed", "siblings", "roots", "depth"])
 def test_a_tree_has_no_advantage_of_rounding(baseline: str):
     tree = TreeConfig(branches=(BranchConfig(children=2),), baseline=baseline)
-    forks = np.zeros((1, 4, 1), FORK)
-    forks["at"], forks["weight"] = 1, 1.0
-    lengths = np.full((1, 4), 3)
-    assert (segment_advantages(ALIKE, lengths, forks, tree) == 0.0).all()
-    assert segment_advantages(ALIKE + np.eye(4)[:1], lengths, forks, tree).any()
+    segments = np.zeros((1, 4, 2), SEGMENT)
+    segments["tokens"], segments["weight"] = (1, 2), 1.0
+    assert (tree_advantages(ALIKE, segments, tree) == 0.0).all()
+    assert tree_advantages(ALIKE + np.eye(4)[:1], segments, tree).any()
 
 
 def test_rounding_of_four_terms_in_single_precision_is_within_the_tolerance():

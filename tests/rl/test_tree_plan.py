@@ -13,8 +13,8 @@ from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.trees import segment_advantages
-from megatron_dppo.rl.types import FORK, Floats, StepMetadata, StepPlan, no_roles
+from megatron_dppo.rl.trees import tree_advantages
+from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata, StepPlan
 from tests.rl.integration import FixedOffset, outcomes
 from tests.rl.steps import step_config, step_metadata
 from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, toy
@@ -51,8 +51,7 @@ def metadata_of(given: Forests, groups: slice = slice(None)) -> StepMetadata:
         score_norms=norms[groups],
         log_ratios=np.zeros((*given.lengths[groups].shape, 2)),
         teacher=np.full(count, -1),
-        forks=given.forks[groups],
-        roles=no_roles(given.lengths[groups].shape),
+        segments=given.segments[groups],
         versions=np.zeros_like(given.lengths[groups]),
         owners=np.zeros(count, np.int64),
         window=float(count),
@@ -68,22 +67,27 @@ def gradient(given: Forests, step: StepPlan, first: int = 0) -> Floats:
     (minibatch,), total = step.minibatches, np.zeros(len(given.toy.logits))
     samples = minibatch.samples
     for k in range(len(samples.group)):
-        path = given.paths[first + samples.group[k]][samples.completion[k]]
-        sample = training_sample(step, k, path)
+        at = first + samples.group[k], samples.completion[k]
+        path = given.paths[at[0]][at[1]]
+        sample = training_sample(step, k, path, segments_of(given, *at))
         total += sample.scale * sample.advantage @ given.toy.scores(path)[: len(path)]
     return total
 
 
-def training_sample(
-    step: StepPlan, k: int, path: tuple[int, ...], said_by: tuple[int, ...] | None = None
-) -> TrainingSample:
+def segments_of(given: Forests, outcome: int, slot: int) -> Ints:
+    """[L], the segment of each token of a path."""
+    tokens = given.segments["tokens"][outcome, slot]
+    return np.repeat(np.arange(len(tokens)), tokens)
+
+
+def training_sample(step: StepPlan, k: int, path: tuple[int, ...], segments: Ints | list[int]) -> TrainingSample:
     samples = step.minibatches[0].samples
     return TrainingSample(
         prompt_ids=np.array([5, 6], np.int32),
         response_ids=np.array(path, np.int32),
         engine_logprobs=np.zeros(len(path), np.float32),
         loss_mask=np.ones(len(path), bool),
-        advantage=samples.token_advantages(k, np.array(said_by or (0,) * len(path), np.int8)),
+        advantage=samples.advantage[k, segments],
         scale=float(samples.scale[k]),
         version=0,
     )
@@ -93,7 +97,7 @@ def training_sample(
 def test_an_unpruned_plan_sums_up_to_the_formula(name: str) -> None:
     given = CASES[name]()
     config = config_for(given, "none")
-    segments = segment_advantages(given.rewards, given.lengths, given.forks, given.tree)
+    segments = tree_advantages(given.rewards, given.segments, given.tree)
     expected = given.gradient(segments).mean(axis=0) / LONGEST
     np.testing.assert_allclose(gradient(given, plan(metadata_of(given), config)), expected, atol=1e-13)
 
@@ -120,7 +124,7 @@ def test_over_all_trees_and_all_draws_the_pruned_plan_is_unbiased(
 
 def test_a_path_whose_segments_all_have_the_advantage_0_is_never_kept_without_a_kl_term() -> None:
     given = CASES["early stops"]()
-    segments = segment_advantages(given.rewards, given.lengths, given.forks, given.tree)
+    segments = tree_advantages(given.rewards, given.segments, given.tree)
     for kl_coef in (0.0, 0.1):
         step = plan(metadata_of(given), config_for(given, "none", kl_coef=kl_coef))
         kept = np.zeros(given.rewards.shape, bool)
@@ -132,18 +136,16 @@ def test_a_path_whose_segments_all_have_the_advantage_0_is_never_kept_without_a_
 def test_the_score_of_a_path_is_the_norm_of_independent_segments() -> None:
     given = forests(SHORT, (2, 2, 2), fork_at(1, 2))
     metadata, config = metadata_of(given), config_for(given, "neyman")
-    segments = segment_advantages(given.rewards, given.lengths, given.forks, given.tree)
-    norms = given.forks["norm"]
-    trunk = np.sqrt(metadata.score_norms**2 - (norms**2).sum(axis=-1))
-    expected = np.sqrt((segments[..., 0] * trunk) ** 2 + ((segments[..., 1:] * norms) ** 2).sum(axis=-1))
+    segments = tree_advantages(given.rewards, given.segments, given.tree)
+    expected = np.sqrt((segments**2 * given.segments["square"]).sum(axis=-1))
     pruned = prune_minibatch(metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(0))
     np.testing.assert_allclose(np.abs(pruned.advantage) * metadata.score_norms, expected, atol=1e-9)
 
 
 def test_where_no_norm_is_known_a_path_has_the_root_mean_square_over_its_tokens() -> None:
-    forks = np.array([[[(2, 0.0, 0.0, 1.0)]]], FORK)
-    zero = np.zeros((1, 1))
-    part = step_metadata(1, 1, forks=forks, response_lengths=np.array([[8]]), score_norms=zero, roles=no_roles((1, 1)))
+    segments = np.zeros((1, 1, 2), SEGMENT)
+    segments["tokens"] = 2, 6
+    part = step_metadata(1, 1, segments=segments, response_lengths=np.array([[8]]), score_norms=np.zeros((1, 1)))
     found = completion_advantages(part, np.array([[[-4.0, 1.0]]]))
     assert found[0, 0] == pytest.approx(-np.sqrt((2 * 16.0 + 6 * 1.0) / 8))
     assert completion_advantages(part, np.array([[[0.0, 0.0]]]))[0, 0] == 0.0
@@ -156,7 +158,11 @@ def test_a_token_of_a_pack_has_the_advantage_of_its_segment() -> None:
     chosen = [
         k for k in range(len(samples.group)) if len(given.paths[samples.group[k]][samples.completion[k]]) == LONGEST
     ][:2]
-    packed = [training_sample(step, k, given.paths[samples.group[k]][samples.completion[k]]) for k in chosen]
+    places = [(samples.group[k], samples.completion[k]) for k in chosen]
+    packed = [
+        training_sample(step, k, given.paths[outcome][slot], segments_of(given, outcome, slot))
+        for k, (outcome, slot) in zip(chosen, places, strict=True)
+    ]
     pack = build_pack(packed, 12, pad_id=0, align=1)
     expected = [samples.advantage[k, [0, 1, 1]].tolist() for k in chosen]
     assert sorted(pack.advantage.tolist()) == sorted(np.ravel(expected).tolist())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import replace
-from megatron_dppo.rl.trees import biased_settings, first_slots, node_values, segment_advantages
+from megatron_dppo.rl.trees import biased_settings, first_slots, node_values, tree_advantages
 from megatron_dppo.rl.types import Floats
 from tests.rl.tree_toy import PREFIXES, Forests, forests, fork_at, fork_by_entropy, listed, toy, tree_of
 
@@ -47,7 +47,7 @@ def case(name: str) -> Forests:
 
 
 def planned(given: Forests, **settings: object) -> Floats:
-    return segment_advantages(given.rewards, given.lengths, given.forks, replace(given.tree, **settings))
+    return tree_advantages(given.rewards, given.segments, replace(given.tree, **settings))
 
 
 @pytest.mark.parametrize("baseline", ["siblings", "roots", "mixed"])
@@ -58,10 +58,10 @@ def test_the_expected_estimate_is_the_gradient_of_the_expected_reward(name: str,
 
 def test_the_cases_are_what_their_names_say() -> None:
     entropy, stops, pruned = (case(name) for name in ("entropy", "early stops", "pruned before, two levels"))
-    assert set(np.unique(entropy.forks["at"])) == {1, 2, 3}, "some never fork, others at several places"
-    assert ((stops.forks["at"] == stops.lengths[..., None]).sum(axis=-1) == 1).any(), "ended between its two forks"
-    assert (case("entropy, two levels").forks["at"][..., 0] == case("entropy, two levels").forks["at"][..., 1]).any()
-    assert set(np.unique(pruned.forks["weight"][..., 0])) == {0.0, 1.0, 1 / 0.6}
+    assert set(np.unique(entropy.forks)) == {1, 2, 3}, "some never fork, others at several places"
+    assert ((stops.forks == stops.lengths[..., None]).sum(axis=-1) == 1).any(), "ended between its two forks"
+    assert (case("entropy, two levels").segments["tokens"][..., 1] == 0).any(), "two forks at the same place"
+    assert set(np.unique(pruned.segments["weight"][..., 1])) == {0.0, 1.0, 1 / 0.6}
 
 
 @pytest.mark.parametrize("settings", [{"baseline": "depth"}, {"fusion": "probability"}, {"depths": (0, 2)}], ids=str)
@@ -74,7 +74,7 @@ def test_a_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> N
 
 def by_level(given: Forests, baseline: Callable[[list[Floats], int], Floats]) -> Floats:
     """V(u) − b(u) with a baseline from the V of all levels, by slots."""
-    values = node_values(given.rewards, given.forks, given.tree)
+    values = node_values(given.rewards, given.segments, given.tree)
     slots = [np.repeat(v, given.rewards.shape[1] // v.shape[1], axis=1) for v in values]
     return np.stack([slots[level] - baseline(slots, level) for level in range(len(slots))], axis=-1)
 
@@ -111,7 +111,7 @@ def test_a_baseline_with_the_segments_own_reward_in_it_loses_gradient(
 def test_leaves_that_all_count_alike_are_biased_where_some_ended_early() -> None:
     given = case("early stops")
     slots = np.arange(given.rewards.shape[1])
-    once = first_slots(given.lengths, given.forks, given.tree) == slots
+    once = first_slots(given.segments, given.tree) == slots
     each = np.where(once, 1.0 / once.sum(axis=1, keepdims=True), 0.0) * len(slots)
     segments = by_level(given, lambda values, level: np.zeros_like(values[0]))
     assert given.error(segments) < 1e-12, "no baseline is one, too"
@@ -138,7 +138,7 @@ def written_out(given: Forests, outcome: int, baseline: str) -> dict[tuple[objec
     children, rewards, weights = (
         given.tree.children(given.rewards.shape[1]),
         given.rewards[outcome],
-        given.forks["weight"][outcome],
+        given.segments["weight"][outcome, :, 1:],
     )
     below = [math.prod(children[level + 1 :]) for level in range(len(children))]
     total: dict[tuple[object, int], float] = defaultdict(float)
@@ -163,7 +163,7 @@ def written_out(given: Forests, outcome: int, baseline: str) -> dict[tuple[objec
                 b = np.mean(known or roots)
             elif baseline == "mixed":
                 b = np.mean([*known, np.mean(roots)])
-            ends = [*given.forks["at"][outcome, start], given.lengths[outcome, start]]
+            ends = [*given.forks[outcome, start], given.lengths[outcome, start]]
             if ends[level] > (ends[level - 1] if level else 0):
                 factor = size * math.prod(weights[start, :level])
                 total[given.paths[outcome][start][: ends[level]], level] += factor * (value(level, start) - b)
@@ -176,12 +176,12 @@ def test_what_is_trained_on_is_the_formula_written_out_node_by_node(name: str, b
     """And a path in several slots is trained on once."""
     given = case(name)
     segments = planned(given, baseline=baseline)
-    repeated = first_slots(given.lengths, given.forks, given.tree) != np.arange(given.rewards.shape[1])
+    repeated = first_slots(given.segments, given.tree) != np.arange(given.rewards.shape[1])
     assert repeated.any() and (segments[repeated] == 0.0).all()
     for outcome in range(0, len(given.probability), len(given.probability) // 40):
         expected = written_out(given, outcome, baseline)
         found: dict[tuple[object, int], float] = defaultdict(float)
-        for path, at, slot in zip(given.paths[outcome], given.forks["at"][outcome], segments[outcome], strict=True):
+        for path, at, slot in zip(given.paths[outcome], given.forks[outcome], segments[outcome], strict=True):
             for level, end in enumerate([*at, len(path)]):
                 found[path[:end], level] += slot[level]
         for node in expected.keys() | found.keys():

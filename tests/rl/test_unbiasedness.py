@@ -29,7 +29,7 @@ from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.minibatch import prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates, prompt_rule, select
 from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples, no_forks, no_roles
+from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples, no_segments
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
 from tests.rl.steps import Foretold, step_config
 
@@ -96,8 +96,7 @@ class World:
             score_norms=np.array([[np.sqrt(((1 - np.exp(lp)) ** 2).sum()) for lp in group] for group in logprobs]),
             log_ratios=np.array([[self.log_ratio(q, i) for i in range(SAMPLES)] for q in ids]).reshape(-1, SAMPLES, 2),
             teacher=np.full(len(ids), -1),
-            forks=no_forks((len(ids), SAMPLES)),
-            roles=no_roles((len(ids), SAMPLES)),
+            segments=no_segments((len(ids), SAMPLES)),
             versions=np.zeros((len(ids), SAMPLES), dtype=np.int64),
             owners=np.zeros(len(ids), dtype=np.int64),
             window=float(selection.window),

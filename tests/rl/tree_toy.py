@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_dppo.config import BranchConfig, TreeConfig
-from megatron_dppo.rl.types import FORK, Floats, Forks, Ints
+from megatron_dppo.rl.types import SEGMENT, Floats, Ints, Segments
 
 Tokens = tuple[int, ...]
 Slot = tuple[Tokens, tuple[int, ...], tuple[float, ...]]
@@ -81,8 +81,17 @@ class Forests:
     paths: list[list[Tokens]]
     """[Q][G]"""
     rewards: Floats
-    lengths: Ints
-    forks: Forks
+    segments: Segments
+
+    @property
+    def lengths(self) -> Ints:
+        """[Q, G]"""
+        return self.segments["tokens"].sum(axis=-1)
+
+    @property
+    def forks(self) -> Ints:
+        """[Q, G, B], tokens before each fork; all of them where the path ended before."""
+        return np.cumsum(self.segments["tokens"], axis=-1)[..., :-1]
 
     def scores(self) -> Floats:
         """[Q, G, LONGEST, parameters]"""
@@ -91,7 +100,7 @@ class Forests:
 
     def of_tokens(self, segments: Floats) -> Floats:
         """[Q, G, LONGEST], the advantage of each token from those of segments [Q, G, B + 1]."""
-        segment = (self.forks["at"][..., None, :] <= np.arange(LONGEST)[:, None]).sum(axis=-1)
+        segment = (self.forks[..., None, :] <= np.arange(LONGEST)[:, None]).sum(axis=-1)
         return np.take_along_axis(segments, segment, axis=-1)
 
     def gradient(self, segments: Floats) -> Floats:
@@ -135,15 +144,14 @@ def listed(policy: Toy, tree: TreeConfig, outcomes: Iterator[tuple[tuple[float, 
         probability.append(math.prod(p for p, _ in roots))
         groups.append([slot for _, slots in roots for slot in slots])
     assert math.isclose(sum(probability), 1.0, abs_tol=1e-12)
-    rows = {slot: _forks(policy, slot) for slot in {slot for group in groups for slot in group}}
+    rows = {slot: _segments(policy, slot) for slot in {slot for group in groups for slot in group}}
     return Forests(
         policy,
         tree,
         np.array(probability),
         [[path for path, _, _ in group] for group in groups],
         rewards=np.array([[policy.rewards[path] for path, _, _ in group] for group in groups]),
-        lengths=np.array([[len(path) for path, _, _ in group] for group in groups]),
-        forks=np.array([[rows[slot] for slot in group] for group in groups], FORK),
+        segments=np.array([[rows[slot] for slot in group] for group in groups], SEGMENT),
     )
 
 
@@ -195,11 +203,10 @@ def _grown(
                 yield policy.probability(prefix, token) * p, slots
 
 
-def _forks(policy: Toy, slot: Slot) -> list[tuple[int, float, float, float]]:
+def _segments(policy: Toy, slot: Slot) -> list[tuple[int, float, float, float, float]]:
     path, forks, weights = slot
-    ends = (*forks[1:], len(path))
     p = [policy.probability(path[:t], token) for t, token in enumerate(path)]
     return [
-        (start, math.sqrt(sum((1 - x) ** 2 for x in p[start:end])), sum(map(math.log, p[start:end])), weight)
-        for start, end, weight in zip(forks, ends, weights, strict=True)
+        (end - start, sum((1 - x) ** 2 for x in p[start:end]), 0.0, sum(map(math.log, p[start:end])), weight)
+        for start, end, weight in zip((0, *forks), (*forks, len(path)), (1.0, *weights), strict=True)
     ]

@@ -40,10 +40,9 @@ class Said:
     """None: all tokens by version 0."""
     given: Sequence[int] = ()
     """Places of tokens that the policy did not sample."""
-    forks: tuple[int, ...] = ()
-    fork_weights: tuple[float, ...] = ()
-    roles: Sequence[int] = ()
+    segments: Sequence[int] = ()
     """Of each token; empty: there are none."""
+    weights: tuple[float, ...] = ()
     starts: tuple[int, ...] = ()
 
 
@@ -83,9 +82,8 @@ class ScriptedEngine(RolloutEngine[Completions]):
             loss_mask,
             versions,
             "stop" if said.ended else "length",
-            forks=said.forks,
-            fork_weights=said.fork_weights,
-            roles=np.array(said.roles, np.int8) if said.roles else None,
+            segments=np.array(said.segments, np.int8) if said.segments else None,
+            weights=said.weights,
             starts=said.starts,
         )
 

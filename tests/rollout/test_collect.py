@@ -113,21 +113,21 @@ def test_each_role_has_its_own_reward_and_the_penalty_of_the_whole_conversation(
     config = collect_config(overlong_buffer=8)
     config = replace(config, rollout=replace(config.rollout, roles=("solver", "critic")))
     both, alone = [0] * 9 + [1] * 8, [0] * 8
-    in_roles = [Said("score 1 critic 3", roles=both), Said("score 0", roles=alone), Said("score 1", roles=alone)]
+    in_roles = [Said("score 1 critic 3", segments=both), *(Said(f"score {n}", segments=alone) for n in (0, 1))]
     result = bench.collect({3: in_roles}, config=config)
-    known = result.metadata.roles[0]
+    known = result.metadata.segments[0]
     penalty = (20 - 8 - 17) / 8
     assert known["reward"].tolist() == [[1.0 + penalty, 3.0 + penalty], [0.0, 0.0], [1.0, 1.0]]
     assert known["tokens"].tolist() == [[9, 8], [8, 0], [8, 0]]
-    np.testing.assert_allclose((known["norm"] ** 2).sum(axis=-1), result.metadata.score_norms[0] ** 2)
+    np.testing.assert_allclose(known["square"].sum(axis=-1), result.metadata.score_norms[0] ** 2)
     assert result.metrics["rollout/role_reward/solver"] == pytest.approx((2.0 + penalty) / 3)
     assert result.metrics["rollout/role_reward/critic"] == pytest.approx(3.0 + penalty)
     with pytest.raises(UserError, match="a completion came without"):
         bench.collect({3: [*in_roles[:2], Said("score 1")]}, config=config)
-    unknown = [Said("score 1 judge 2", roles=[0] * 16), *in_roles[1:]]
+    unknown = [Said("score 1 judge 2", segments=[0] * 16), *in_roles[1:]]
     with pytest.raises(UserError, match="reward to the role 'judge'"):
         bench.collect({3: unknown}, config=config)
-    assert bench.collect({3: MIXED}).metadata.roles.shape == (1, 3, 0)
+    assert bench.collect({3: MIXED}).metadata.segments.shape == (1, 3, 0)
 
 
 def test_what_the_policy_was_given_is_part_of_the_response_and_of_no_figure_of_what_it_sampled(bench: Bench) -> None:
@@ -158,8 +158,8 @@ def test_trees_are_grown_for_training_alone_and_what_their_leaves_share_counts_o
     tree = TreeConfig(roots=2, branches=(BranchConfig(at=3),))
     config = collect_config()
     config = replace(config, rollout=replace(config.rollout, samples_per_prompt=4, tree=tree))
-    ended = Said("score 1", forks=(8,))
-    script = {4: [Said("score 1", forks=(3,)), Said("score 0", forks=(3,)), ended, ended]}
+    forked, ended = ({"segments": [0] * at + [1] * (8 - at), "weights": (1.0, 1.0)} for at in (3, 8))
+    script = {4: [Said("score 1", **forked), Said("score 0", **forked), *[Said("score 1", **ended)] * 2]}
     collector = bench.collector(script, config)
     result = collect(collector, pool_of(10), Selection(np.array([4]), np.ones(1), 1), step=4)
     assert result.metrics["rollout/generated_tokens"] == 4 * 8
@@ -264,21 +264,20 @@ def test_the_planner_knows_where_every_path_of_a_tree_forks(bench: Bench) -> Non
     config = collect_config(loss="dr_grpo")
     config = replace(config, rollout=replace(config.rollout, samples_per_prompt=8, tree=tree))
     p = np.linspace(0.1, 0.8, 8)
-    long = [Said("score 1", p, forks=(3, 6), fork_weights=(1.0, 2.5)), *[Said("score 1", p, forks=(3, 6))] * 3]
-    short = [Said("score 0", p, forks=(3, 8))] * 4
-    broken = [Said("broken", forks=(3, 6))] * 8
-    forks = bench.collect({6: long + short, 2: broken}, config=config).metadata.forks
-    assert forks.shape == (1, 8, 2)
-    assert forks["at"][0].tolist() == [[3, 6]] * 4 + [[3, 8]] * 4
-    assert forks["weight"][0, :2].tolist() == [[1.0, 2.5], [1.0, 1.0]]
+    twice, once, ones = [0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1], (1.0, 1.0, 1.0)
+    long = [Said("score 1", p, segments=twice, weights=w) for w in ((1.0, 1.0, 2.5), ones, ones, ones)]
+    short = [Said("score 0", p, segments=once, weights=ones)] * 4
+    broken = [Said("broken", segments=[*once[1:]], weights=ones)] * 8
+    segments = bench.collect({6: long + short, 2: broken}, config=config).metadata.segments
+    assert segments.shape == (1, 8, 3)
+    assert segments["tokens"][0].tolist() == [[3, 3, 2]] * 4 + [[3, 5, 0]] * 4
+    assert segments["weight"][0, :2].tolist() == [[1.0, 1.0, 2.5], [1.0, 1.0, 1.0]]
 
-    def norm(some: np.ndarray) -> float:
-        return float(np.sqrt(((1.0 - some) ** 2).sum()))
-
-    np.testing.assert_allclose(forks["norm"][0, 0], [norm(p[3:6]), norm(p[6:])], rtol=1e-6)
-    np.testing.assert_allclose(forks["norm"][0, 7], [norm(p[3:]), 0.0], rtol=1e-6)
-    np.testing.assert_allclose(forks["logprob"][0, 0], [np.log(p[3:6]).sum(), np.log(p[6:]).sum()], rtol=1e-6)
-    assert bench.collect({2: broken}, config=config).metadata.forks.shape == (0, 8, 2), "as on the other ranks"
+    parts = p[:3], p[3:6], p[6:]
+    np.testing.assert_allclose(segments["square"][0, 0], [((1.0 - part) ** 2).sum() for part in parts], rtol=1e-6)
+    np.testing.assert_allclose(segments["square"][0, 7, 1:], [((1.0 - p[3:]) ** 2).sum(), 0.0], rtol=1e-6)
+    np.testing.assert_allclose(segments["logprob"][0, 0], [np.log(part).sum() for part in parts], rtol=1e-6)
+    assert bench.collect({2: broken}, config=config).metadata.segments.shape == (0, 8, 3), "as on the other ranks"
     with pytest.raises(UserError, match="that did not fork"):
         bench.collect({2: [Said("score 1")] * 8}, config=config)
 
@@ -433,9 +432,9 @@ def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
         known = result.metadata
         assert result.metrics == pytest.approx(alone.metrics)
         assert result.notes == alone.notes
-        for field in set(StepMetadata.__slots__) - {"owners", "forks", "roles"}:
+        for field in set(StepMetadata.__slots__) - {"owners", "segments"}:
             np.testing.assert_allclose(getattr(known, field), getattr(alone.metadata, field), rtol=1e-12)
-        np.testing.assert_array_equal(known.forks, alone.metadata.forks)
+        np.testing.assert_array_equal(known.segments, alone.metadata.segments)
         held = {row: group.prompt.id for row, group in result.held.items()}
         assert held == {row: int(known.prompt_ids[row]) for row in np.flatnonzero(known.owners == rank)}
         assert held, "both hold something"

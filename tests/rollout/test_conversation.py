@@ -150,7 +150,7 @@ def test_lists_of_turns_are_sequences_each_with_a_context_of_its_own() -> None:
     assert whole.versions == (VersionSpan(3, 3), VersionSpan(4, 5)) and whole.finish_reason == "stop"
     taken = completed(whole, PROMPT, [], 20)
     assert (taken.starts, taken.token_ids.tolist()) == (whole.starts, whole.token_ids.tolist())
-    said_by = completed([[("a", FIRST)], [[6, 6, 6], ("b", NEXT)]], PROMPT, SUMMED, 20, ("a", "b")).roles
+    said_by = completed([[("a", FIRST)], [[6, 6, 6], ("b", NEXT)]], PROMPT, SUMMED, 20, ("a", "b")).segments
     assert said_by is not None and said_by.tolist() == [0, 0, -1, -1, -1, 1, 1]
     assert joined([[9], whole]).starts == (4,), "as a tree or a server that goes on joins it to what is before"
     listed = completed(replace(whole, starts=np.array([3])), PROMPT, [], 20)
@@ -195,22 +195,22 @@ def test_each_sampled_token_has_the_role_of_its_turn() -> None:
     generated = [([7, 8], first), ([7, 8, 1, 2, 6], second), ([7, 8, 1, 2, 6, 3], third)]
     turns = [("solver", first), [6], ("critic", second), ("solver", third)]
     whole = completed(turns, PROMPT, generated, 20, ("solver", "critic"))
-    assert whole.roles is not None and whole.roles.dtype == np.int8
-    assert whole.roles.tolist() == [0, 0, -1, 1, 0, 0, 0]
+    assert whole.segments is not None and whole.segments.dtype == np.int8
+    assert whole.segments.tolist() == [0, 0, -1, 1, 0, 0, 0]
     again = joined([whole, [6], turn(9)])
-    assert again.roles is not None and again.roles.tolist() == [*whole.roles, -1, -1]
+    assert again.segments is not None and again.segments.tolist() == [*whole.segments, -1, -1]
     cut = completed(turns, PROMPT, generated, 4, ("solver", "critic"))
-    assert cut.roles is not None and cut.roles.tolist() == [0, 0, -1, 1]
+    assert cut.segments is not None and cut.segments.tolist() == [0, 0, -1, 1]
     taken = completed(whole, PROMPT, [], 20, ("solver", "critic"))
-    assert taken.roles is not None and taken.roles.tolist() == whole.roles.tolist()
+    assert taken.segments is not None and taken.segments.tolist() == whole.segments.tolist()
     for wrong, words in (
         (None, "without the role of each token, and rollout.roles has solver, critic"),
-        (whole.roles[:-1], "not those of its sampled tokens"),
+        (whole.segments[:-1], "not those of its sampled tokens"),
         (np.zeros(7, np.int8), "not those of its sampled tokens"),
-        (np.where(whole.roles < 0, -1, 2), "of a role 2, and rollout.roles has 2"),
+        (np.where(whole.segments < 0, -1, 2), "of a role 2, and rollout.roles has 2"),
     ):
         with pytest.raises(UnusableError, match=words):
-            completed(replace(whole, roles=wrong), PROMPT, [], 20, ("solver", "critic"))
+            completed(replace(whole, segments=wrong), PROMPT, [], 20, ("solver", "critic"))
     with pytest.raises(UnusableError, match=r"with roles, and rollout\.roles has none"):
         completed(whole, PROMPT, [], 20)
 
@@ -301,7 +301,7 @@ def test_the_worked_example_of_several_sequences_goes_on_from_the_summary(tmp_pa
 
 
 def _by_role(completion: Completion) -> list[list[int]]:
-    return [completion.token_ids[completion.roles == role].tolist() for role in (0, 1)]
+    return [completion.token_ids[completion.segments == role].tolist() for role in (0, 1)]
 
 
 def test_the_worked_example_of_the_recipe_reads_what_the_calculator_says(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.types import FORK, Completion, Group, Selection, StepMetadata, VersionSpan, no_forks, no_roles
+from megatron_dppo.rl.types import SEGMENT, Completion, Group, Selection, StepMetadata, VersionSpan, no_segments
 from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
@@ -64,8 +64,7 @@ def batch_of(world: World, *, routed: bool = False) -> StepRollouts:
         score_norms=np.random.default_rng(0).random(shape),
         log_ratios=np.zeros((*shape, 2)),
         teacher=np.full(len(groups), -1),
-        forks=no_forks(shape),
-        roles=no_roles(shape),
+        segments=no_segments(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups.values()]).reshape(shape),
         owners=np.full(len(groups), world.rank),
         window=0.0,
@@ -85,10 +84,10 @@ def same_group(ours: Group, expected: Group) -> bool:
             and np.array_equal(one.loss_mask, other.loss_mask)
             and (one.token_ids.dtype, one.logprobs.dtype, one.loss_mask.dtype) == (np.int32, np.float32, bool)
             and (one.versions, one.finish_reason) == (other.versions, other.finish_reason)
-            and (one.forks, one.fork_weights) == (other.forks, other.fork_weights)
+            and one.weights == other.weights
             and (one.teacher_logprobs is None) == (other.teacher_logprobs is None)
             and (one.teacher_logprobs is None or np.array_equal(one.teacher_logprobs, other.teacher_logprobs))
-            and np.array_equal(one.roles, other.roles)
+            and np.array_equal(one.segments, other.segments)
             and one.starts == other.starts
             and (one.routing is None) == (other.routing is None)
             and (one.routing is None or one.routing.dtype == np.uint16)
@@ -284,13 +283,13 @@ def test_roles_come_back_with_their_rewards(writers: int, readers: int, tmp_path
         group = group_of(prompt)
         masks = [completion.loss_mask for completion in group.completions]
         said_by = [np.where(mask, np.arange(len(mask)) % 2, -1).astype(np.int8) for mask in masks]
-        completions = (replace(c, roles=roles) for c, roles in zip(group.completions, said_by, strict=True))
+        completions = (replace(c, segments=said) for c, said in zip(group.completions, said_by, strict=True))
         return replace(group, completions=tuple(completions))
 
     def write(world: World) -> StepMetadata:
         groups = {prompt: in_roles(prompt) for prompt in PROMPTS[world.rank :: world.size]}
         rewards = [np.random.default_rng(prompt).random((3, 2)) for prompt in groups]
-        part = metadata_of(list(groups.values()), np.ones(len(groups)), 3, 0, world.rank, role_rewards=rewards)
+        part = metadata_of(list(groups.values()), np.ones(len(groups)), 3, 2, world.rank, role_rewards=rewards)
         metadata = gather_metadata(world.gather(part), window=11.7)
         held = {row: groups[p] for row, p in enumerate(metadata.prompt_ids.tolist()) if p in groups}
         batch = StepRollouts(SELECTION, 5, complete=CompleteRollouts(held, metadata, METRICS, ()))
@@ -299,7 +298,7 @@ def test_roles_come_back_with_their_rewards(writers: int, readers: int, tmp_path
 
     metadata = as_ranks(writers, write)[0]
     for batch in as_ranks(readers, lambda world: read(world, tmp_path)):
-        np.testing.assert_array_equal(batch.complete.metadata.roles, metadata.roles)
+        np.testing.assert_array_equal(batch.complete.metadata.segments, metadata.segments)
         for row, group in batch.complete.held.items():
             assert same_group(group, in_roles(int(metadata.prompt_ids[row])))
         assert [fits(batch, roles=roles) for roles in (("a", "b"), ())] == [True, False]
@@ -312,24 +311,25 @@ def test_forks_come_back_with_their_weights(tmp_path: Path) -> None:
         row: replace(
             g,
             completions=tuple(
-                replace(c, forks=(1, 2 + i), fork_weights=(1.0, i / 3)) for i, c in enumerate(g.completions)
+                replace(c, segments=np.zeros(len(c.token_ids), np.int8), weights=(1.0, 1.0, i / 3))
+                for i, c in enumerate(g.completions)
             ),
         )
         for row, g in batch.complete.held.items()
     }
-    forks = np.zeros((len(PROMPTS), 3, 2), FORK)
-    forks["at"], forks["weight"] = np.arange(3)[:, None] + [1, 2], np.random.default_rng(0).random(forks.shape)
-    metadata = replace(batch.complete.metadata, forks=forks)
+    segments = np.zeros((len(PROMPTS), 3, 3), SEGMENT)
+    segments["tokens"], segments["weight"] = np.arange(3), np.random.default_rng(0).random(segments.shape)
+    metadata = replace(batch.complete.metadata, segments=segments)
     write_in_flight(tmp_path, [replace(batch, complete=replace(batch.complete, held=held, metadata=metadata))], world)
     back = read(world, tmp_path)
-    np.testing.assert_array_equal(back.complete.metadata.forks, forks)
+    np.testing.assert_array_equal(back.complete.metadata.segments, segments)
     for row, group in back.complete.held.items():
-        assert [c.forks for c in group.completions] == [c.forks for c in held[row].completions]
-        assert [c.fork_weights for c in group.completions] == [c.fork_weights for c in held[row].completions]
+        assert same_group(group, held[row])
     branches = (BranchConfig(at=1), BranchConfig(at=2))
     trees = [TreeConfig(roots=2, branches=branches[:levels]) for levels in (0, 1, 2)]
     assert [fits(back, tree=tree) for tree in trees] == [False, False, True]
     assert [fits(batch, tree=tree) for tree in trees] == [True, False, False]
+    assert not fits(back, roles=("three", "segments", "too"))
 
 
 @pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-99])])

@@ -20,6 +20,7 @@ from megatron_dppo.rollout.engine import Sampling, generate
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.tree import fork_positions, leaves_below, unique_tokens
 from tests.bridge.directories import Sizes, write_qwen3_moe
+from tests.rollout.leaves import forks_of
 from tests.rollout.test_local import (
     STOP,
     make_engine,
@@ -77,10 +78,10 @@ def test_leaves_share_what_came_before_their_fork_and_a_path_that_ended_stands_f
         for level in range(len(branches)):
             block, below = leaves_below(branches, level), leaves_below(branches, level + 1)
             for start in range(0, len(group), block):
-                first, position = group[start], group[start].forks[level]
+                first, position = group[start], forks_of(group[start])[level]
                 for slot in range(start, start + block):
                     leaf = group[slot]
-                    assert leaf.forks[: level + 1] == first.forks[: level + 1]
+                    assert forks_of(leaf)[: level + 1] == forks_of(first)[: level + 1]
                     np.testing.assert_array_equal(leaf.token_ids[:position], first.token_ids[:position])
                     np.testing.assert_array_equal(leaf.logprobs[:position], first.logprobs[:position])
                     if position == len(first.token_ids):
@@ -106,7 +107,7 @@ def test_a_path_forks_where_its_entropy_first_passes_the_limit(name: str, tmp_pa
     for prompt, group in zip(prompts, generate(make_engine(policy, tmp_path), prompts, tree_of(branches)), strict=True):
         for leaf in group:
             expected = fork_positions(branches, len(leaf.token_ids), entropies_along(policy, prompt, leaf, 1.0))
-            assert leaf.forks == expected
+            assert forks_of(leaf) == expected
             positions.add(expected[0])
     assert len(positions) > 3
 
@@ -130,20 +131,20 @@ def test_children_that_are_not_generated_are_copies_of_their_sibling_and_the_oth
     drawn: Counter[float] = Counter()
     for whole, group in zip(every, some, strict=True):
         for slot, leaf in enumerate(group):
-            if 0.0 not in leaf.fork_weights:
+            if 0.0 not in leaf.weights:
                 np.testing.assert_array_equal(leaf.token_ids, whole[slot].token_ids)
-                assert leaf.forks == whole[slot].forks
+                assert forks_of(leaf) == forks_of(whole[slot])
             else:
-                level = leaf.fork_weights.index(0.0)
+                level = leaf.weights.index(0.0) - 1
                 below = leaves_below(pruned, level + 1)
                 sibling = group[slot - slot % leaves_below(pruned, level) + slot % below]
-                assert leaf.token_ids is sibling.token_ids and leaf.forks == sibling.forks
-                assert leaf.fork_weights == (*sibling.fork_weights[:level], 0.0, *sibling.fork_weights[level + 1 :])
-            for level, weight in enumerate(leaf.fork_weights):
+                assert leaf.token_ids is sibling.token_ids and leaf.segments is sibling.segments
+                assert leaf.weights == (*sibling.weights[: level + 1], 0.0, *sibling.weights[level + 2 :])
+            for level, weight in enumerate(leaf.weights[1:]):
                 first = slot % leaves_below(pruned, level) == 0
-                if 0.0 in leaf.fork_weights[:level] or slot % leaves_below(pruned, level + 1):
+                if 0.0 in leaf.weights[: level + 1] or slot % leaves_below(pruned, level + 1):
                     continue  # a copy, or not the first leaf of a child
-                forked = leaf.forks[level] < len(leaf.token_ids)
+                forked = forks_of(leaf)[level] < len(leaf.token_ids)
                 assert weight in ((0.0, 2.5) if forked and not first else (1.0,))
                 drawn[weight] += 1
         assert unique_tokens(group, pruned) < unique_tokens(whole, FIXED)
@@ -228,7 +229,7 @@ def test_every_leaf_has_the_law_of_a_completion_that_was_sampled_by_itself(
         # A normal bound of four standard deviations: p is about 1e-4.
         assert sum((count - mean) ** 2 / mean for count, mean in cells) < degrees + 4 * np.sqrt(2 * degrees)
     pairs = [(first, last) for first, last in zip(group[::width], group[width - 1 :: width], strict=True)]
-    forked = [(first, last, first.forks[0]) for first, last in pairs if first.forks[0] < len(first.token_ids)]
+    forked = [(first, last, forks_of(first)[0]) for first, last in pairs if forks_of(first)[0] < len(first.token_ids)]
     apart = [first.token_ids[place] != last.token_ids[place] for first, last, place in forked]
     assert 0.5 < np.mean(apart) < 1.0, "siblings are drawn apart, and agree by chance alone"
 

@@ -257,7 +257,7 @@ def test_each_token_comes_with_its_role(url: str, tmp_path: Path) -> None:
     batch, *_ = converse("speak_in_roles", url, tmp_path, setting="conversation", roles=("answerer", "asker"))
     assert batch.error is None
     for completion in (completion for group in batch.groups() for completion in group):
-        assert completion.roles is not None and completion.roles.tolist() == [1, 1, -1, -1, 0, 0, 0]
+        assert completion.segments is not None and completion.segments.tolist() == [1, 1, -1, -1, 0, 0, 0]
     batch, *_ = converse("speak_in_roles", url, tmp_path, setting="conversation")
     assert isinstance(batch.error, UserError) and "rollout.roles has none" in str(batch.error)
 

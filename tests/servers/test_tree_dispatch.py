@@ -16,6 +16,7 @@ from megatron_dppo.rollout.servers.batch import RequestBatch
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, least_entropies
 from megatron_dppo.rollout.servers.dispatch import PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
+from tests.rollout.leaves import forks_of
 from tests.servers.test_dispatch import Script, _dispatcher
 
 LENGTH = 8
@@ -63,7 +64,7 @@ def _assert_tree(group: Sequence[Completion]) -> None:
     assert len(group) == 12
     tokens = [leaf.token_ids.tolist() for leaf in group]
     for leaf, ids in zip(group, tokens, strict=True):
-        assert leaf.forks == (2, 5) and len(ids) == LENGTH
+        assert forks_of(leaf) == (2, 5) and len(ids) == LENGTH
         assert leaf.logprobs.tolist() == [-token for token in ids]
         assert sum(span.count for span in leaf.versions) == LENGTH and leaf.finish_reason == "length"
     for one, first in enumerate(tokens):
@@ -105,7 +106,7 @@ def test_a_path_that_ended_before_its_fork_stands_for_the_leaves_that_it_would_h
 
     server = Script("http://a:1", http, ends_early)
     (group,) = _ask(http, server).groups()
-    assert [leaf.forks for leaf in group] == [(2, 2)] * 6 + [(2, 5)] * 6
+    assert [forks_of(leaf) for leaf in group] == [(2, 2)] * 6 + [(2, 5)] * 6
     assert all(leaf is group[0] for leaf in group[:6]) and group[7] is group[6]
     assert len({id(leaf) for leaf in group[6:]}) == 5 and len(server.asks) == 4
 
@@ -178,7 +179,7 @@ def test_a_fork_by_entropy_is_where_the_server_says_that_many_tokens_were_likely
 
     by_entropy = replace(SAMPLING, samples=8, branches=(BranchConfig(entropy=1.0), BranchConfig(entropy=1.0)))
     (group,) = _ask(http, Script("http://a:1", http, tells), sampling=by_entropy).groups()
-    assert [leaf.forks for leaf in group] == [(3, 6)] * 4 + [(8, 8)] * 4
+    assert [forks_of(leaf) for leaf in group] == [(3, 6)] * 4 + [(8, 8)] * 4
 
 
 def test_siblings_keep_the_experts_of_the_request_that_first_read_their_tokens(http: Http) -> None:

@@ -26,6 +26,7 @@ from megatron_dppo.rollout.servers.client import (
 from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sglang import SglangClient
+from tests.rollout.leaves import forks_of
 from tests.servers.real import Kind, RealServer, RealServers
 
 pytestmark = pytest.mark.servers
@@ -91,8 +92,8 @@ def _assert_of_the_policy(batch: RequestBatch, policy: PreTrainedModel) -> None:
             np.testing.assert_allclose(leaf.logprobs, expected, atol=AGREES, rtol=0)
             assert {span.version for span in leaf.versions} == {1}
         for one, other in zip(group[::2], group[1::2], strict=True):
-            assert one.forks == other.forks
-            np.testing.assert_array_equal(one.token_ids[: one.forks[1]], other.token_ids[: one.forks[1]])
+            assert forks_of(one) == forks_of(other)
+            np.testing.assert_array_equal(one.token_ids[: forks_of(one)[1]], other.token_ids[: forks_of(one)[1]])
 
 
 @pytest.mark.parametrize(("kind", "likeliest"), [("sglang", TOP_LOGPROBS), ("vllm", TOP_LOGPROBS - 1)])
@@ -117,7 +118,7 @@ def test_a_real_servers_trees_are_the_policys_and_fork_by_its_entropy(
     forked = set()
     for prompt, group in zip(batch.prompts, batch.groups(), strict=True):
         for leaf in group:
-            told, position = entropies(prompt, leaf.token_ids), leaf.forks[0]
+            told, position = entropies(prompt, leaf.token_ids), forks_of(leaf)[0]
             assert np.all(told[1:position] <= limit + AGREES)
             if position < len(leaf.token_ids):
                 assert told[position] > limit - AGREES
@@ -151,5 +152,5 @@ def test_a_real_server_that_is_killed_between_levels_costs_no_prompt(
     assert not sglang_tp2.process.alive()
     assert dispatcher.resubmitted > 0
     _assert_of_the_policy(batch, reference)
-    forked: list[Completion] = [leaf for group in batch.groups() for leaf in group if leaf.forks == (6, 12)]
+    forked: list[Completion] = [leaf for group in batch.groups() for leaf in group if forks_of(leaf) == (6, 12)]
     assert len(forked) > 8

@@ -41,8 +41,7 @@ class PruningDraw:
     """A = 0, no KL term and no teacher: the gradient is exactly 0. No rule trains on these, and none is said to save
     them."""
     segments: Floats
-    """[Q, G, B + 1], the advantage of each segment of a path in a tree, or [Q, G, R] of each role in a conversation, of
-    which ``advantage`` is a mean; without either [Q, G, 1], ``advantage`` itself."""
+    """[Q, G, S], the advantage of each segment, of which ``advantage`` is a mean; S = 1 where a completion has one."""
     normaliser: float
     """Z"""
     magnitude: Floats
