@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from megatron_dppo.rl.types import Floats
 
@@ -140,37 +141,22 @@ class Problem:
         return np.array(drawn)
 
     def minimise(self, theta: Floats, huber: float) -> tuple[float, Floats]:
-        """Levenberg and Marquardt's steps, with the weights that make squares into the Huber loss."""
-        value, damping = self._value(theta, huber), 1e-2
-        for _ in range(STEPS):
-            terms = np.exp(self._design @ theta)
-            loss = self._base + terms.sum(0)
-            residual = np.log(loss) - self._log_loss
-            slopes = np.einsum("kp,kpc->pc", terms, self._design) / loss[:, None]
-            weights = np.minimum(1.0, huber / np.maximum(np.abs(residual), 1e-300))
-            curvature = slopes.T @ (weights[:, None] * slopes)
-            gradient = slopes.T @ (weights * residual)
-            better = False
-            while damping < 1e10 and not better:
-                scaled = curvature + damping * np.diag(np.diag(curvature) + 1e-12)
-                move = np.clip(np.linalg.solve(scaled, gradient), -2, 2)
-                there = np.clip(theta - move, -60, 60)
-                found = self._value(there, huber)
-                better = found < value
-                damping *= 0.3 if better else 4
-            if not better:
-                break
-            gain, value, theta = value - found, found, there
-            damping = max(damping, 1e-12)
-            if gain < 1e-10 * value:
-                break
-        return value, theta
+        """The least Huber loss from a start on, and where it is. An infinite ``huber`` means squares."""
 
-    def _value(self, theta: Floats, huber: float) -> float:
-        with np.errstate(over="ignore"):
-            apart = np.abs(np.log(self._base + np.exp(self._design @ theta).sum(0)) - self._log_loss)
-        value = float(np.where(apart <= huber, apart**2 / 2, huber * (apart - huber / 2)).sum())
-        return value if np.isfinite(value) else np.inf
+        @np.errstate(over="ignore")
+        def terms(at: Floats) -> Floats:
+            return np.exp(self._design @ at)
+
+        def residuals(at: Floats) -> Floats:
+            return np.log(self._base + terms(at).sum(0)) - self._log_loss
+
+        def slopes(at: Floats) -> Floats:
+            each = terms(at)
+            return np.einsum("kp,kpc->pc", each, self._design) / (self._base + each.sum(0))[:, None]
+
+        kind = {"loss": "huber", "f_scale": huber} if np.isfinite(huber) else {}
+        found = least_squares(residuals, theta, slopes, max_nfev=STEPS, **kind)
+        return float(found.cost), found.x
 
     def coefficients(self, theta: Floats) -> dict[str, float]:
         """In the variables' own units."""
