@@ -140,10 +140,10 @@ class Problem:
                 drawn.append(rng.uniform(*(FALLING if name in ("alpha", "beta") else SHARED)))
         return np.array(drawn)
 
+    @np.errstate(all="ignore")  # a step that goes too far is taken back
     def minimise(self, theta: Floats, huber: float) -> tuple[float, Floats]:
         """The least Huber loss from a start on, and where it is. An infinite ``huber`` means squares."""
 
-        @np.errstate(over="ignore")
         def terms(at: Floats) -> Floats:
             return np.exp(self._design @ at)
 
