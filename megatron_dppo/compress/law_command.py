@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.bridge.convert_commands import positive
-from megatron_dppo.compress.curves import COLUMNS, read_curves
 from megatron_dppo.compress.law import (
+    COLUMNS,
     FORMS,
     Points,
     bootstrap,
@@ -21,6 +21,7 @@ from megatron_dppo.compress.law import (
     held_out_error,
     interval,
     losses,
+    read_curves,
     slope_difference,
     tokens_to,
 )

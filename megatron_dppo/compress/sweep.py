@@ -30,16 +30,17 @@ import torch
 
 from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import stored_tensors
-from megatron_dppo.compress.arguments import as_words, options_of_both
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import BY_REWARD, MEASURES, SCORES, Recipe
 from megatron_dppo.compress.command import (
+    as_words,
     check_asking,
     check_in_one_process,
     check_in_shards,
     compress,
     device,
     load_whole,
+    options_of_both,
 )
 from megatron_dppo.compress.passes import forget
 from megatron_dppo.compress.surgery import RECORD
