@@ -19,8 +19,7 @@ from megatron_dppo.estimate.memory import (
     resident_bytes,
     shape_of,
 )
-from megatron_dppo.estimate.remedies import Change, Closest, Search, remedies
-from megatron_dppo.estimate.search import Proposal, search
+from megatron_dppo.estimate.search import Change, Closest, Proposal, remedies, search
 from megatron_dppo.estimate.server import ServerMemory, server_memory
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
@@ -115,7 +114,7 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         actor, server = _memory(Setup(changed, shape, place(changed, shape), assume))
         return max(actor.lack, server.memory.lack)
 
-    found = Search([], None) if fits else remedies(config, shape, lack)
+    changes, closest = ([], None) if fits else remedies(config, shape, lack)
     pruned = step_time(setup, concurrency=most)
     unpruned = step_time(dataclasses.replace(setup, config=without_pruning(config)), concurrency=most)
     return Plan(
@@ -127,8 +126,8 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         actor=actor,
         server=server,
         fits=fits,
-        remedies=found.changes,
-        closest=found.closest,
+        remedies=changes,
+        closest=closest,
         pruned=pruned,
         unpruned=unpruned,
         cost=_cost(setup, pruned),

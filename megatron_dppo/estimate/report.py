@@ -12,8 +12,7 @@ from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.levers import Gain, LeverRow
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan, proposals
-from megatron_dppo.estimate.remedies import MOST_AT_ONCE, MOST_NODES, nodes_of, with_settings
-from megatron_dppo.estimate.search import SPARE
+from megatron_dppo.estimate.search import MOST_AT_ONCE, MOST_NODES, SPARE, nodes_of, with_settings
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 from megatron_dppo.trainer.disk import size_text
