@@ -66,11 +66,8 @@ class Whole:
         return measure_activity(self.model, self.shape, self.batches, self.passes)
 
     def weights_of_neurons(self) -> tuple[torch.Tensor, torch.Tensor]:
-        layers = [(m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight) for m in self._feed_forwards()]
-        return stacked(layers)
-
-    def _feed_forwards(self) -> list[Any]:
-        return [layer.mlp for layer in self.model.model.layers]
+        mlps = [layer.mlp for layer in self.model.model.layers]
+        return stacked([(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight) for mlp in mlps])
 
     def loss(self) -> float:
         return mean_loss(self.model, self.batches, self.passes)
