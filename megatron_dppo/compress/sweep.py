@@ -360,14 +360,8 @@ def table(record: Mapping[str, Any]) -> list[str]:
     whole = record["whole"]
     heads = ("weights", "loss", "accuracy", "recovered", "tokens", "speed")
     lines = [f"{'':36s}" + "".join(f"{head:>11s}" for head in heads)]
-    first = (
-        f"{whole['weights'] / 1e6:,.2f} M",
-        f"{whole['loss']:.4f}",
-        say(whole.get("accuracy"), "share"),
-        "",
-        "",
-        "1.00x",
-    )
+    size, accuracy = f"{whole['weights'] / 1e6:,.2f} M", say(whole.get("accuracy"), "share")
+    first = size, f"{whole['loss']:.4f}", accuracy, "", "", "1.00x"
     lines.append(f"{'whole policy':36s}" + "".join(f"{cell:>11s}" for cell in first))
     for row in sorted(record["rows"], key=lambda row: (-row["weights"], row["name"])):
         best = worth(row) if row.get("recovered") else None
