@@ -78,8 +78,8 @@ class OfModule(NamedTuple):
 
 OF_MODULES = {
     "init": OfModule("init:add_init_arguments", "init:init_from_arguments"),
-    "compress": OfModule("compress.arguments:add_compress_arguments", "compress.command:compress"),
-    "compress sweep": OfModule("compress.arguments:add_sweep_arguments", "compress.sweep:sweep"),
+    "compress": OfModule("compress.command:add_compress_arguments", "compress.command:compress"),
+    "compress sweep": OfModule("compress.command:add_sweep_arguments", "compress.sweep:sweep"),
     "compress fit": OfModule("compress.law_command:add_fit_arguments", "compress.law_command:fit_law"),
     "compress predict": OfModule("compress.law_command:add_predict_arguments", "compress.law_command:predict"),
     "export": OfModule("export:add_export_arguments", "export:export"),
@@ -178,8 +178,10 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 
         if chosen.search is not None:
             return plan_search(config, assumed, chosen.search, json_wanted=chosen.json)
-        smaller = {name: getattr(chosen, name) for name in ("keep", "method", "multiple")}
-        return plan(config, assumed, json_wanted=chosen.json, **smaller)
+        given = {name: getattr(chosen, name) for name in ("keep", "method", "multiple")}
+        smaller = {name: value for name, value in given.items() if value is not None}
+        command = _imported("compress.plan:plan_with_smaller") if smaller else plan
+        return command(config, assumed, json_wanted=chosen.json, **smaller)
     if chosen.command == "eval":
         if chosen.against and chosen.out and not words and not chosen.model:
             from megatron_dppo.evaluation.scores import compare_folders

@@ -25,6 +25,12 @@ def test_no_files_import_each_other_in_a_circle(house: ModuleType) -> None:
     assert not house.circles(house.imports(house.modules()))
 
 
+def test_compress_stands_alone(house: ModuleType) -> None:
+    """Only the command line's table of commands names it, by strings."""
+    pairs = [[house.room(module) for module in pair] for pair in house.imports(house.modules())]
+    assert {importer for importer, imported in pairs if imported == "compress"} == {"compress"}
+
+
 def test_imports_are_found_in_every_form_they_are_written_in(house: ModuleType, tmp_path: Path) -> None:
     package = tmp_path / "megatron_dppo"
     (package / "rl").mkdir(parents=True)

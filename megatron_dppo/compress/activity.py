@@ -69,7 +69,7 @@ def measure_activity(
             else:
                 hooks.callback(layer.mlp.down_proj.register_forward_pre_hook(sums.feed_forward(number)).remove)
         hooks.callback(model.model.norm.register_forward_pre_hook(sums.residual, with_kwargs=True).remove)
-        for batch in (passes or Accumulator()).over(batches, sums.kept(), sequences=sequences):
+        for batch in (passes or Accumulator()).over(batches, sums.sums, sequences=sequences):
             sums.begin(batch.valid)
             model.model(batch.tokens, use_cache=False)
             sums.end()
@@ -80,28 +80,18 @@ class _Sums:
     def __init__(self, shape: PolicyShape) -> None:
         layers, width = shape.num_layers, 0 if shape.experts else shape.ffn
         self._groups_per_layer = shape.kv_heads
-        self._norms = torch.zeros(layers, width, dtype=torch.float64)
-        self._squares = torch.zeros(layers, width, dtype=torch.float64)
-        self._groups = torch.zeros(layers, shape.kv_heads, dtype=torch.float64)
-        self._experts, self._choices = torch.zeros(2, layers, shape.experts, dtype=torch.float64)
-        self._channels = torch.zeros(2, layers, shape.hidden, dtype=torch.float64)
-        self._cosines = torch.zeros(layers + 1, layers + 1, dtype=torch.float64)
-        self._last = torch.zeros(layers, dtype=torch.float64)
-        self._relative = torch.zeros(2, layers, dtype=torch.float64)
-
-    def kept(self) -> Sums:
-        """All that is added to, by name."""
-        return {
-            "norms": self._norms,
-            "squares": self._squares,
-            "groups": self._groups,
-            "experts": self._experts,
-            "choices": self._choices,
-            "channels": self._channels,
-            "cosines": self._cosines,
-            "last": self._last,
-            "relative": self._relative,
+        sizes: dict[str, tuple[int, ...]] = {
+            "norms": (layers, width),
+            "squares": (layers, width),
+            "groups": (layers, shape.kv_heads),
+            "experts": (layers, shape.experts),
+            "choices": (layers, shape.experts),
+            "channels": (2, layers, shape.hidden),
+            "cosines": (layers + 1, layers + 1),
+            "last": (layers,),
+            "relative": (2, layers),
         }
+        self.sums: Sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
 
     def begin(self, valid: torch.Tensor) -> None:
         self._valid, self._streams = valid, list[torch.Tensor]()
@@ -112,30 +102,30 @@ class _Sums:
     def attention(self, layer: int) -> Any:
         def hook(_: Any, arguments: tuple[torch.Tensor]) -> None:
             outputs = _precise(arguments[0][self._valid]).unflatten(-1, (self._groups_per_layer, -1))
-            self._groups[layer] += outputs.norm(dim=-1).double().sum(0).cpu()
+            self.sums["groups"][layer] += outputs.norm(dim=-1).double().sum(0).cpu()
 
         return hook
 
     def feed_forward(self, layer: int) -> Any:
         def hook(_: Any, arguments: tuple[torch.Tensor]) -> None:
             squares = (_precise(arguments[0]) * self._valid[..., None]).square().sum(1).double()
-            self._norms[layer] += squares.sqrt().sum(0).cpu()
-            self._squares[layer] += squares.sum(0).cpu()
+            self.sums["norms"][layer] += squares.sqrt().sum(0).cpu()
+            self.sums["squares"][layer] += squares.sum(0).cpu()
 
         return hook
 
     def norm(self, place: int, layer: int) -> Any:
         def hook(_: Any, __: Any, output: torch.Tensor) -> None:
             means = (_precise(output).abs() * self._valid[..., None]).sum(1) / self._valid.sum(1, keepdim=True)
-            self._channels[place, layer] += means.double().square().sum(0).cpu()
+            self.sums["channels"][place, layer] += means.double().square().sum(0).cpu()
 
         return hook
 
     def router(self, layer: int) -> Any:
         def hook(_: Any, __: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
             weights, experts = (each[self._valid.flatten()].flatten().cpu() for each in output[1:])
-            self._experts[layer].index_add_(0, experts, weights.double())
-            self._choices[layer] += torch.bincount(experts, minlength=len(self._choices[layer]))
+            self.sums["experts"][layer].index_add_(0, experts, weights.double())
+            self.sums["choices"][layer] += torch.bincount(experts, minlength=len(self.sums["choices"][layer]))
 
         return hook
 
@@ -143,24 +133,24 @@ class _Sums:
         streams = torch.stack([_precise(stream[self._valid]) for stream in self._streams])  # [L + 1, tokens, hidden]
         for row, order in enumerate((1, 2)):
             updates = (streams[1:] - streams[:-1]).norm(order, dim=-1) / streams[1:].norm(order, dim=-1)
-            self._relative[row] += updates.double().sum(-1).cpu()
+            self.sums["relative"][row] += updates.double().sum(-1).cpu()
         unit = torch.nn.functional.normalize(streams, dim=-1, eps=0.0)
-        self._cosines += torch.einsum("ith,jth->ij", unit, unit).double().cpu()
+        self.sums["cosines"] += torch.einsum("ith,jth->ij", unit, unit).double().cpu()
         last = self._valid.sum(1).cumsum(0) - 1  # sequences lie one after the other
-        self._last += (unit[:-1, last] * unit[1:, last]).sum(-1).double().sum(-1).cpu()
+        self.sums["last"] += (unit[:-1, last] * unit[1:, last]).sum(-1).double().sum(-1).cpu()
 
     def means(self, sequences: int, tokens: int) -> Activity:
         return Activity(
-            neurons=self._norms / sequences,
-            inputs=self._squares.sqrt(),
-            groups=self._groups / tokens,
-            experts=self._experts,
-            choices=self._choices,
-            channels=self._channels.sqrt().sum((0, 1)),
-            cosines=self._cosines / tokens,
-            last_cosines=self._last / sequences,
-            relative_l1=self._relative[0] / tokens,
-            relative_l2=self._relative[1] / tokens,
+            neurons=self.sums["norms"] / sequences,
+            inputs=self.sums["squares"].sqrt(),
+            groups=self.sums["groups"] / tokens,
+            experts=self.sums["experts"],
+            choices=self.sums["choices"],
+            channels=self.sums["channels"].sqrt().sum((0, 1)),
+            cosines=self.sums["cosines"] / tokens,
+            last_cosines=self.sums["last"] / sequences,
+            relative_l1=self.sums["relative"][0] / tokens,
+            relative_l2=self.sums["relative"][1] / tokens,
         )
 
 

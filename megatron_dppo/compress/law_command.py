@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.bridge.convert_commands import positive
-from megatron_dppo.compress.curves import COLUMNS, read_curves
 from megatron_dppo.compress.law import (
+    COLUMNS,
     FORMS,
     Points,
     bootstrap,
@@ -21,6 +21,7 @@ from megatron_dppo.compress.law import (
     held_out_error,
     interval,
     losses,
+    read_curves,
     slope_difference,
     tokens_to,
 )
@@ -224,8 +225,7 @@ def _bounds(drawn: Floats) -> tuple[float, float]:
     """As :func:`interval`, but of draws that exist, so that infinite ones do no harm."""
     if not len(drawn):
         return np.nan, np.nan
-    ordered = np.sort(drawn)
-    return float(ordered[int(0.05 * (len(ordered) - 1))]), float(ordered[int(np.ceil(0.95 * (len(ordered) - 1)))])
+    return float(np.quantile(drawn, 0.05, method="lower")), float(np.quantile(drawn, 0.95, method="higher"))
 
 
 def _predict_text(found: Mapping[str, Any], chosen: argparse.Namespace) -> list[str]:

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_dppo.compress.absence import narrowed
 from megatron_dppo.compress.activity import Activity
 from megatron_dppo.compress.asking import Asking
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.passes import Accumulator, Sums
-from megatron_dppo.compress.reader import Measure, stacked
+from megatron_dppo.compress.reader import Measure, narrowed, stacked
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Policy

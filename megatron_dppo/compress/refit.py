@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.compress.absence import as_cut
 from megatron_dppo.compress.calibration import Batch, count_sequences
 from megatron_dppo.compress.cut import Cut
+from megatron_dppo.compress.reader import as_cut
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.progress import Advance
 

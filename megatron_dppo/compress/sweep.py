@@ -30,16 +30,17 @@ import torch
 
 from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import stored_tensors
-from megatron_dppo.compress.arguments import as_words, options_of_both
 from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
 from megatron_dppo.compress.choose import BY_REWARD, MEASURES, SCORES, Recipe
 from megatron_dppo.compress.command import (
+    as_words,
     check_asking,
     check_in_one_process,
     check_in_shards,
     compress,
     device,
     load_whole,
+    options_of_both,
 )
 from megatron_dppo.compress.passes import forget
 from megatron_dppo.compress.surgery import RECORD
@@ -52,6 +53,7 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.process.streams import quieten
+from megatron_dppo.report.axes import say
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.resume import changes, flat
 
@@ -358,7 +360,8 @@ def table(record: Mapping[str, Any]) -> list[str]:
     whole = record["whole"]
     heads = ("weights", "loss", "accuracy", "recovered", "tokens", "speed")
     lines = [f"{'':36s}" + "".join(f"{head:>11s}" for head in heads)]
-    first = f"{whole['weights'] / 1e6:,.2f} M", f"{whole['loss']:.4f}", _percent(whole.get("accuracy")), "", "", "1.00x"
+    size, accuracy = f"{whole['weights'] / 1e6:,.2f} M", say(whole.get("accuracy"), "share")
+    first = size, f"{whole['loss']:.4f}", accuracy, "", "", "1.00x"
     lines.append(f"{'whole policy':36s}" + "".join(f"{cell:>11s}" for cell in first))
     for row in sorted(record["rows"], key=lambda row: (-row["weights"], row["name"])):
         best = worth(row) if row.get("recovered") else None
@@ -366,8 +369,8 @@ def table(record: Mapping[str, Any]) -> list[str]:
         cells = (
             f"{row['weights'] / whole['weights']:.0%}",
             f"{row['loss_after']:.4f}",
-            _percent(row.get("accuracy")),
-            _percent(best),
+            say(row.get("accuracy"), "share"),
+            say(best, "share"),
             "–" if tokens is None else f"{tokens:,.0f}",
             "–" if speed is None else f"{speed:.2f}x",
         )
@@ -376,10 +379,6 @@ def table(record: Mapping[str, Any]) -> list[str]:
     if any("tokens_per_second" not in row for row in record["rows"]):
         lines.append("speed –: it takes the whole policy in one process; run the sweep again without --layout")
     return [*lines, f"{star}; tokens: of sft, to {100 * record['enough']:g}% of the whole policy's accuracy"]
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
 
 
 def _say(text: str) -> None:

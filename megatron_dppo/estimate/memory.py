@@ -371,3 +371,8 @@ def _head_bytes(setup: Setup) -> float:
     chunk *= 2 if config.loss.distillation.models else 1  # the policy's logits may be kept beside the divergence's
     handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
     return max(chunk, handed_over) + _token_bytes(setup) * shape.hidden
+
+
+def cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
+    """Bytes of a token's keys and values on each rank of a server. With more ranks than heads, heads are copied."""
+    return 2 * shape.num_layers * -(-shape.kv_heads // tp) * shape.head_dim * width

@@ -9,19 +9,19 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from megatron_dppo.config import Config, LayoutConfig, replace
-from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.assumptions import GIB, Assumptions
 from megatron_dppo.estimate.levers import SHARES, LeverRow, lever_table, measured_price, pruning_of
 from megatron_dppo.estimate.memory import (
     Memory,
     Parameters,
     actor_memory,
+    bucket_bytes,
+    cache_bytes,
     parameters_of,
     resident_bytes,
     shape_of,
 )
-from megatron_dppo.estimate.remedies import Change, Closest, Search, remedies
-from megatron_dppo.estimate.search import Proposal, search
-from megatron_dppo.estimate.server import ServerMemory, server_memory
+from megatron_dppo.estimate.search import Change, Closest, Proposal, remedies, search
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
 from megatron_dppo.models.shape import PolicyShape
@@ -36,6 +36,22 @@ class Cost:
     gpu_hours: float
     money: float | None
     """At ``cluster.price_per_gpu_hour``; None if that is not set."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Memory of one GPU of a server, and the completions that it can decode at once."""
+
+    memory: Memory
+    tokens: int
+    """Tokens that the cache of the server has room for."""
+    concurrency: int
+    """Completions that the cache has room for while each, on average over its decoding, is half done. An engine
+    interrupts some as they grow."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits and self.concurrency >= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +131,7 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         actor, server = _memory(Setup(changed, shape, place(changed, shape), assume))
         return max(actor.lack, server.memory.lack)
 
-    found = Search([], None) if fits else remedies(config, shape, lack)
+    changes, closest = ([], None) if fits else remedies(config, shape, lack)
     pruned = step_time(setup, concurrency=most)
     unpruned = step_time(dataclasses.replace(setup, config=without_pruning(config)), concurrency=most)
     return Plan(
@@ -127,8 +143,8 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         actor=actor,
         server=server,
         fits=fits,
-        remedies=found.changes,
-        closest=found.closest,
+        remedies=changes,
+        closest=closest,
         pruned=pruned,
         unpruned=unpruned,
         cost=_cost(setup, pruned),
@@ -178,3 +194,28 @@ def as_json(plan: Plan) -> dict[str, Any]:
     found |= {name: to_jsonable_python(getattr(plan, name)) for name in names}
     times = ("pruned", "unpruned", "cost", "cost_unpruned", *names)
     return found if plan.fits else found | dict.fromkeys(times)
+
+
+def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
+    """Memory of the server with the fewest ranks.
+
+    Args:
+        setup: of the run.
+        resident: bytes that the trainer leaves on the same GPU while it generates.
+    """
+    config, assume, tp = setup.config, setup.assume, min(setup.placement.servers)
+    gpu_bytes = setup.gpu.memory_gib * GIB
+    room = max(min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident), 0.0)
+    parts = {
+        "weights": float(parameters_of(setup.shape).total * setup.width // tp),
+        "sync": float(bucket_bytes(config)),
+        "buffers": assume.server_buffers_gib * GIB,
+    }
+    per_token = cache_bytes(setup.shape, tp, setup.width)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    tokens = max(int((room - sum(parts.values())) / per_token), 0)
+    parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
+    most = config.rollout.max_batch if config.rollout.engine == "local" else 10**9
+    return ServerMemory(
+        Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.typical / 2)), most)
+    )

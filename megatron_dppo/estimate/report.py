@@ -1,24 +1,18 @@
-"""A plan in words and columns, and the command that prints it.
-
-With ``--keep`` it says, too, what a run saves if its policy is made smaller first (``megatron-dppo compress``).
-"""
+"""A plan in words and columns, and the command that prints it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
-from megatron_dppo.compress.cut import MULTIPLES, check_cut, sizes
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.levers import Gain, LeverRow
-from megatron_dppo.estimate.memory import Memory, shape_of
+from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan, proposals
-from megatron_dppo.estimate.remedies import MOST_AT_ONCE, MOST_NODES, nodes_of, with_settings
-from megatron_dppo.estimate.search import SPARE
+from megatron_dppo.estimate.search import MOST_AT_ONCE, MOST_NODES, SPARE, nodes_of, with_settings
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 from megatron_dppo.trainer.disk import size_text
@@ -36,46 +30,20 @@ MEASURED_ON = "measured on sums, with a policy of a million parameters"
 """The only task and size for which it is known what pruning costs in steps (``estimate/levers.py``)."""
 
 
-def plan(
-    config: Config,
-    assumed: Sequence[str],
-    *,
-    json_wanted: bool,
-    keep: float | None = None,
-    method: str | None = None,
-    multiple: int | None = None,
-) -> int:
+def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:
     """``megatron-dppo plan``: print it. Returns 0, or 1 where the run does not fit.
 
     Args:
         config: of the run.
         assumed: words ``assume.x=y``.
         json_wanted: one JSON object instead of text.
-        keep: of the policy, as ``megatron-dppo compress`` has it: what the smaller one saves is said, too, and whether
-            the run fits is said of it.
-        method: by which it is made smaller; None: width.
-        multiple: what the number of its units, channels or experts is a multiple of; None: as ``compress`` has it.
 
     Raises:
-        UserError: for what :func:`make_plan` or ``compress`` refuses; for a method or a multiple without ``keep``.
+        UserError: for what :func:`make_plan` refuses.
     """
-    asked: dict[str, Any] = {"method": method, "multiple": multiple}
-    how = {name: value for name, value in asked.items() if value is not None}
-    if keep is None:
-        for name, value in how.items():
-            problem = "says how a policy is made smaller, and not to which share"
-            raise UserError(f"--{name}", value, problem, "Give --keep, too, or leave it out")
-    assume = read_assumptions(assumed)
-    made = make_plan(config, assume)
-    smaller = None if keep is None else plan_smaller(made, keep, **how)
-    if json_wanted:
-        print(json.dumps(as_json(made) | ({"smaller": as_json(smaller)} if smaller else {})))
-    else:
-        print("\n".join(as_text(made)))
-        if smaller:
-            words = " ".join(f"--{name} {value}" for name, value in ({"method": "width"} | how).items())
-            print("\n".join(["", *smaller_text(made, smaller, f"--keep {keep:g} {words}")]))
-    return 0 if (smaller or made).fits else 1
+    made = make_plan(config, read_assumptions(assumed))
+    print(json.dumps(as_json(made)) if json_wanted else "\n".join(as_text(made)))
+    return 0 if made.fits else 1
 
 
 def plan_search(config: Config, assumed: Sequence[str], count: int, *, json_wanted: bool) -> int:
@@ -238,53 +206,3 @@ def _costs(made: Plan) -> Iterator[str]:
     outcome = f"as many pruned steps cost {abs(saved):,.0f} {'less' if saved >= 0 else 'more'}"
     rate = f"At {cluster.price_per_gpu_hour:,.2f} for an hour of a GPU"
     yield f"{rate} they cost {on.money:,.0f}, and {off.money:,.0f} without pruning: {outcome}."
-
-
-def plan_smaller(made: Plan, keep: float, method: str = "width", multiple: int | None = None) -> Plan:
-    """The same run with what ``compress --keep --method --multiple`` leaves of its policy.
-
-    Raises:
-        UserError: naming one of these, for what cannot be left, and for a number that the layout does not divide; as
-            ``make_plan``.
-    """
-    shape, layout = shape_of(made.config.model.path), made.placement.layout
-    if multiple is not None and multiple < 1:
-        raise UserError("--multiple", multiple, "is no number of parts", "Give 1 or more")
-    check_cut(shape, method, keep)
-    left = sizes(shape, method, keep, multiple).shape(shape)
-    for what, count, before, setting, ranks in (
-        ("feed-forward units", left.ffn, shape.ffn, "tp", layout.tp),
-        ("experts", left.experts, shape.experts, "ep", layout.ep),
-    ):
-        if count != before and count % ranks:
-            problem = f"leaves {count} {what}, which layout.{setting} = {ranks} does not divide"
-            raise UserError("--multiple", multiple or MULTIPLES[method], problem, f"Give a multiple of {ranks}")
-    return make_plan(made.config, made.assumptions, left)
-
-
-def smaller_text(whole: Plan, smaller: Plan, how: str) -> Iterator[str]:
-    """A column for the whole policy and one for the smaller."""
-    both, (unit, word) = (whole, smaller), whole.parameters.unit
-    yield f"{f'with a smaller policy ({how})':<44}{'whole':>14}{'smaller':>14}"
-    rows = [
-        (f"{word} parameters", [f"{made.parameters.total / unit:.2f}" for made in both]),
-        ("memory of the trainer's fullest GPU", [f"{made.actor.total / GIB:.1f} GiB" for made in both]),
-        ("disk, about", [size_text(made.disk.total) for made in both]),
-        ("completions at once on a server", [f"{made.server.concurrency:,}" for made in both]),
-    ]
-    for phase in smaller.pruned.phases:
-        if any(made.pruned.phases[phase] for made in both):
-            rows.append((f"{phase}, a step", [_seconds(made, made.pruned.phases[phase]) for made in both]))
-    rows += [
-        ("a step", [_seconds(made, made.pruned.seconds) for made in both]),
-        ("the run, GPU-hours", [f"{made.cost.gpu_hours:,.1f}" if made.fits else "does not fit" for made in both]),
-    ]
-    for what, cells in rows:
-        yield f"  {what:<42}" + "".join(f"{cell:>14}" for cell in cells)
-    if whole.fits and smaller.fits:
-        times = whole.pruned.seconds / smaller.pruned.seconds
-        yield f"  {times:.2f}x as many steps in the same time, recovery not counted"
-
-
-def _seconds(made: Plan, seconds: float) -> str:
-    return f"{seconds:.1f} s" if made.fits else "–"

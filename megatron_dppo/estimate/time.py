@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_dppo.estimate.kernels import Passes, Seconds, optimizer_seconds, reduction_seconds, stage_passes
-from megatron_dppo.estimate.memory import parameters_of, shape_of
-from megatron_dppo.estimate.server import cache_bytes
+from megatron_dppo.estimate.memory import cache_bytes, parameters_of, shape_of
 from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
 from megatron_dppo.models.shape import PolicyShape
 

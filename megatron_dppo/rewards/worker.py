@@ -13,26 +13,27 @@ group; an item is a :class:`ScoreItem`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
 import resource
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
 from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rewards.adapters import AsyncScorer, GroupScorer, ScoreItem, Scorer
-from megatron_dppo.rewards.answers import Answer, failed, scored
-from megatron_dppo.rewards.functions import resolve
-from megatron_dppo.rewards.together import score_together
+from megatron_dppo.rewards.functions import InvalidScoreError, details, resolve, role_rewards, to_score
 
 MEBIBYTE = 2**20
 
@@ -135,7 +136,7 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
     together = function if isinstance(function, AsyncScorer) and limits.concurrency > 1 else None
     pipe.send(("ready", isinstance(function, GroupScorer), together is not None))
     if together is not None:
-        score_together(together, pipe, limits.timeout_s, limits.clock_s)
+        _score_together(together, pipe, limits.timeout_s, limits.clock_s)
         return
     scorer = os.getpid()
     while True:
@@ -151,6 +152,32 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
             pipe.send(answer)
 
 
+Answer = tuple[object, ...]
+"""Scores of a unit, or why there are none: a message out."""
+
+
+def scored(unit: range, returned: Iterable[object]) -> Answer:
+    """The answer for what a function returned for each completion of a unit.
+
+    Raises:
+        InvalidScoreError: one is no number to train on.
+    """
+    return "scores", unit, [(*to_score(each), *details(each), role_rewards(each)) for each in returned]
+
+
+def failed(unit: range, items: Sequence[ScoreItem], error: BaseException) -> Answer:
+    """The answer for a unit whose scoring raised ``error``."""
+    if isinstance(error, InvalidScoreError):
+        return "error", unit, error.kind, f"{error}\nfor the completion {items[0].solution!r:.300}"
+    return "error", unit, _kind(error), "".join(traceback.format_exception(error))
+
+
+def _kind(error: BaseException) -> str:
+    """Where it was raised, and what: the same for two errors whose messages differ in the completion they quote."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)])
+
+
 def _score(function: Scorer | GroupScorer, unit: range, items: Sequence[ScoreItem], timeout_s: float) -> Answer:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -163,6 +190,84 @@ def _score(function: Scorer | GroupScorer, unit: range, items: Sequence[ScoreIte
         return scored(unit, returned)
     except BaseException as error:  # a function that calls sys.exit has failed like any other
         return failed(unit, items, error)
+
+
+def _score_together(function: AsyncScorer, pipe: Connection, timeout_s: float, clock_s: float) -> None:
+    """Score what comes, each completion from the moment it comes, until the pipe closes.
+
+    The trainer decides how many are open (``reward.concurrency``); here each is a task of one event loop. The limits
+    hold for each completion: its steps' processor time ends the process, as with other functions, and its time on the
+    clock cancels its task. Processor time of tasks that the function starts by itself counts on the clock alone.
+
+    Args:
+        timeout_s: processor time for a completion, in seconds.
+        clock_s: what it may take on the clock.
+    """
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    asyncio.run(_serve(pipe, lambda unit, item: _score_awaited(function, pipe, unit, item, (timeout_s, clock_s))))
+
+
+async def _serve(pipe: Connection, score: Callable[[range, ScoreItem], Coroutine[Any, Any, None]]) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def begin(chunk: Sequence[tuple[range, Sequence[bytes]]]) -> None:
+        for unit, (item,) in chunk:
+            task = loop.create_task(score(unit, pickle.loads(item)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    def receive() -> None:
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while True:
+                loop.call_soon_threadsafe(begin, pipe.recv())
+        loop.call_soon_threadsafe(ended.set)
+
+    # On a thread of its own: the trainer sends while completions are open, and must not wait until a function that
+    # computes lets the loop read.
+    threading.Thread(target=receive, daemon=True).start()
+    await ended.wait()
+
+
+async def _score_awaited(
+    function: AsyncScorer, pipe: Connection, unit: range, item: ScoreItem, limits: tuple[float, float]
+) -> None:
+    scorer, (timeout_s, clock_s) = os.getpid(), limits
+    answer: Answer
+    try:
+        async with asyncio.timeout(clock_s) as limit:
+            returned = await _Metered(function.begin(item), timeout_s)
+        answer = scored(unit, [returned])
+    except BaseException as error:  # a function that calls sys.exit, or cancels itself, has failed like any other
+        answer = failed(unit, [item], error)
+    if os.getpid() != scorer:  # the function has forked, and this is the child, which came back, too
+        os._exit(0)
+    with contextlib.suppress(OSError):  # the trainer has ended
+        pipe.send(("timeout", unit) if limit.expired() else answer)
+
+
+class _Metered:
+    """Awaits a coroutine whose own steps may take ``limit_s`` seconds of processor time in all; past them the kernel
+    ends the process."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], limit_s: float) -> None:
+        self._coroutine, self._left_s = coroutine, limit_s
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        step = partial(self._coroutine.send, None)
+        while True:
+            signal.setitimer(signal.ITIMER_PROF, self._left_s)
+            try:
+                waits_for = step()
+            except StopIteration as done:
+                return done.value
+            finally:
+                self._left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0.0)
+            try:
+                yield waits_for
+                step = partial(self._coroutine.send, None)
+            except BaseException as error:  # it is cancelled
+                step = partial(self._coroutine.throw, error)
 
 
 def _limit_memory(most_mib: int) -> None:

@@ -7,7 +7,7 @@ chunks, answers come one by one, so that the time limits hold for each while the
 A function has so many seconds of processor time, which the kernel counts (``worker.py``), and ten times as many on the
 clock, which are counted here: a machine that is busy with something else makes no answer a wrong one.
 
-Completions of a function written ``async def`` are awaited together (``together.py``): a worker has up to
+Completions of a function written ``async def`` are awaited together: a worker has up to
 ``reward.concurrency`` of them and is given the next one as soon as one is answered.
 """
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_dppo.cli import main
-from megatron_dppo.compress.curves import COLUMNS, read_curves
 from megatron_dppo.compress.law import (
+    COLUMNS,
     FORMS,
     Points,
     bootstrap,
@@ -21,6 +21,7 @@ from megatron_dppo.compress.law import (
     held_out_error,
     interval,
     losses,
+    read_curves,
     slope_difference,
     tokens_to,
 )

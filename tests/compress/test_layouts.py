@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.compress.asking import writing_nothing
 from megatron_dppo.compress.calibration import batches
+from megatron_dppo.compress.choose import shapley_values
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.live import Live
 from megatron_dppo.compress.reader import Reader, Whole
-from megatron_dppo.compress.shapley import shapley_values
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig, PackConfig
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.cli import main
-from megatron_dppo.compress.absence import as_cut, mean_loss
 from megatron_dppo.compress.calibration import Batch, batches, draw, read_sequences
 from megatron_dppo.compress.cut import Cut
+from megatron_dppo.compress.reader import as_cut, mean_loss
 from megatron_dppo.compress.refit import RIDGE, Refit, layers_to_fit
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer

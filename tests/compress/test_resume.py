@@ -20,12 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.cli import main
 from megatron_dppo.compress import calibration, passes
-from megatron_dppo.compress.absence import mean_loss
 from megatron_dppo.compress.activity import measure_activity
 from megatron_dppo.compress.calibration import Batch, batches, count_sequences
+from megatron_dppo.compress.choose import shapley_values
 from megatron_dppo.compress.passes import Accumulator
-from megatron_dppo.compress.reader import Reader, Whole, remove_greedily
-from megatron_dppo.compress.shapley import shapley_values
+from megatron_dppo.compress.reader import Reader, Whole, mean_loss, remove_greedily
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig, PackConfig
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape

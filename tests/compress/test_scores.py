@@ -11,13 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.compress.absence import mean_loss, without
 from megatron_dppo.compress.activity import measure_activity
 from megatron_dppo.compress.calibration import Batch
-from megatron_dppo.compress.choose import BY_REWARD, SCORES, Recipe, choose
+from megatron_dppo.compress.choose import BY_REWARD, SCORES, Recipe, choose, halves, passes_of, shapley_values
 from megatron_dppo.compress.passes import Accumulator
-from megatron_dppo.compress.reader import Measure, Whole, remove_greedily
-from megatron_dppo.compress.shapley import halves, passes_of, shapley_values
+from megatron_dppo.compress.reader import Measure, Whole, mean_loss, remove_greedily, without
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape
 

@@ -18,8 +18,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, read_assumptions
 from megatron_dppo.estimate.memory import actor_memory, parameters_of, rank_elements, resident_bytes, shape_of
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
-from megatron_dppo.estimate.remedies import nodes_of, with_settings
 from megatron_dppo.estimate.report import as_text
+from megatron_dppo.estimate.search import nodes_of, with_settings
 from megatron_dppo.estimate.workload import Lengths, Setup, Work, place, work_of
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.settings import load_config
@@ -207,10 +207,10 @@ def test_more_nodes_are_proposed_only_where_nothing_helps_on_those_there_are() -
     assert ", on 20 nodes in place of 8)" in "\n".join(as_text(made))
 
 
-def test_layers_that_no_power_of_two_divides_are_cut_with_fewer_at_the_ends() -> None:
+def test_layers_that_no_power_of_two_divides_are_cut_with_fewer_at_the_head() -> None:
     one_stage = ("layout.pp=1", "layout.first_stage_layers=null", "layout.last_stage_layers=null")
     made = plan(*one_stage, "layout.cp=1", file=EXPERTS)
-    assert {"layout.pp": 4, "layout.first_stage_layers": 23, "layout.last_stage_layers": 23} in made.remedies
+    assert {"layout.pp": 4, "layout.first_stage_layers": 24, "layout.last_stage_layers": 22} in made.remedies
 
 
 def test_where_nothing_helps_it_is_said_what_comes_closest_and_what_heads_layers_and_experts_allow() -> None:

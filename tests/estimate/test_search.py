@@ -12,9 +12,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import layers_of_stage
 from megatron_dppo.estimate.plan import make_plan, proposals
-from megatron_dppo.estimate.remedies import with_settings
 from megatron_dppo.estimate.report import plan_search
-from megatron_dppo.estimate.search import SPARE, TILE, layouts, stages
+from megatron_dppo.estimate.search import SPARE, TILE, layouts, stages, with_settings
 from megatron_dppo.estimate.time import trainer_phases
 from megatron_dppo.models.shape import PUBLISHED, check_layout
 from tests.estimate.test_plan import EXPERTS, LARGE, SMALL, of, setup
