@@ -33,7 +33,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from megatron_dppo.config import LoraConfig
-from megatron_dppo.models.shape import DIMENSIONS, PolicyShape
+from megatron_dppo.models.family import DIMENSIONS
+from megatron_dppo.models.shape import PolicyShape
 
 FUSED: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
