@@ -56,7 +56,8 @@ from megatron_dppo.estimate.assumptions import GIB, Assumptions
 from megatron_dppo.estimate.memory import actor_memory
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models.actor import Actor, Microbatch, Sums
-from megatron_dppo.models.policy import DTYPES, PolicyModel
+from megatron_dppo.models.dtypes import DTYPES
+from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.layout import capacity_multiple
 from megatron_dppo.parallel.world import initialize

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.bridge.convert_adapters import adapters_to_hf, merged_to_hf
-from megatron_dppo.bridge.convert_commands import DTYPES, megatron_to_hf, parse_megatron_to_hf
+from megatron_dppo.bridge.convert_commands import megatron_to_hf, parse_megatron_to_hf
 from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
+from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.process.files import replace_text
 from megatron_dppo.report.card import TAG, base_of, model_card
 from megatron_dppo.report.run import read_run

@@ -14,16 +14,15 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer
 
-from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, SafetensorsWriter, plan_files
+from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL_FILES, FilePlan, SafetensorsWriter, plan_files
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.process.files import check_replaceable, replacing_directory
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MAX_SHARD_BYTES = 4 * 10**9
 DEFAULT_BPE_VOCABULARY = 4096
 MAX_POSITIONS = 40960
 ROPE_THETA = 1_000_000.0
@@ -89,7 +88,7 @@ def write_model(
         raise UserError("out", out, "exists", "Give another directory, or --overwrite")
     vocabulary = character_tokenizer() if tokenizer == "arithmetic" else _train(corpus, vocab_size)
     size = replace(size, vocab_size=_rows(vocab_size or size.vocab_size, vocabulary.get_vocab_size()))
-    plan = plan_files(size, max_shard_bytes, DTYPES[dtype])
+    plan = plan_files(size, DTYPES[dtype], max_shard_bytes)
     check_replaceable(out, plan.total_bytes, "out", mark="config.json", what="model directory", files=MODEL_FILES)
     with _disk(out), replacing_directory(out) as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)
@@ -152,16 +151,9 @@ def _rows(wanted: int, tokens: int) -> int:
 
 
 def _check(size: PolicyShape, std: float) -> None:
-    sizes = {
-        "--hidden": size.hidden,
-        "--layers": size.num_layers,
-        "--heads": size.heads,
-        "--kv-heads": size.kv_heads,
-        "--head-dim": size.head_dim,
-        "--ffn": size.ffn,
-    }
-    for option, value in sizes.items():
-        if value < 1:
+    for name in ("hidden", "num_layers", "heads", "kv_heads", "head_dim", "ffn"):
+        if (value := getattr(size, name)) < 1:
+            option = f"--{name.removeprefix('num_').replace('_', '-')}"
             raise UserError(option, value, "is no size", "Give a positive number")
     if size.heads % size.kv_heads:
         raise UserError("--kv-heads", size.kv_heads, f"does not divide the {size.heads} query heads", "Give a divisor")

@@ -217,7 +217,8 @@ def _megatron(
 ) -> torch.Tensor:
     """[tokens, vocabulary] fp32, of a model that Megatron itself loads, in a process group of this process alone."""
     from megatron_dppo.bridge.load import load_checkpoint
-    from megatron_dppo.models.policy import DTYPES, build_policy, packed_sequence
+    from megatron_dppo.models.dtypes import DTYPES
+    from megatron_dppo.models.policy import build_policy, packed_sequence
     from megatron_dppo.parallel.world import initialize, shut_down
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -15,7 +15,6 @@ from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.chunks import Chunk, read_rows
 from megatron_dppo.bridge.convert import in_threads, stored_chunks, write_tensors
 from megatron_dppo.bridge.convert_commands import (
-    DTYPES,
     check_out,
     checkpoint_and_directory,
     in_place,
@@ -36,6 +35,7 @@ from megatron_dppo.bridge.mapping import Entry, adapters_of_tensor, entries, par
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.config import LoraConfig
+from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.progress import GB, progress
 
@@ -94,7 +94,7 @@ def merged_to_hf(
     checkpoint, hf, shape = checkpoint_and_directory(chosen)
     adapters = stored_policy(checkpoint, shape, lora)
     tensors = _base(base, shape, is_checkpoint=base_is_checkpoint)
-    plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, dtype))
+    plan = plan_files(shape, DTYPES.get(chosen.dtype, dtype), int(chosen.shard_gb * GB))
     check_out(chosen, plan.total_bytes, [checkpoint, hf, base], "config.json", "model directory", (*MODEL_FILES, *also))
     of_name = {name: entry for entry in adapters.parameters for name in entry.tensors}
 

@@ -34,7 +34,7 @@ from megatron_dppo.bridge.convert import (
     write_hf,
     write_megatron,
 )
-from megatron_dppo.bridge.hf_directory import MODEL_FILES, plan_files
+from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL_FILES, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
@@ -42,12 +42,11 @@ from megatron_dppo.bridge.torch_dist import plan_checkpoint
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.hub import policy_folder
+from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import check_replaceable, replacing_directory
 from megatron_dppo.process.progress import GB, progress
 from megatron_dppo.process.streams import quieten
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespace) -> int:
@@ -105,7 +104,7 @@ def parse_megatron_to_hf(arguments: Sequence[str] | None = None) -> argparse.Nam
     hf = f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the checkpoint)"
     parser.add_argument("--hf", metavar="DIR", type=Path, help=hf)
     size = "most in a file (default: %(default)s)"
-    parser.add_argument("--shard-gb", metavar="GB", type=positive(float), default=5.0, help=size)
+    parser.add_argument("--shard-gb", metavar="GB", type=positive(float), default=MAX_SHARD_BYTES / GB, help=size)
     return parser.parse_args(arguments)
 
 
@@ -121,7 +120,7 @@ def megatron_to_hf(chosen: argparse.Namespace, also: Sequence[str] = ()) -> None
     """
     checkpoint, hf, shape = checkpoint_and_directory(chosen)
     policy = stored_policy(checkpoint, shape)
-    plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, policy.dtype))
+    plan = plan_files(shape, DTYPES.get(chosen.dtype, policy.dtype), int(chosen.shard_gb * GB))
     sizes = {file: sum(map(plan.bytes_of, names)) for file, names in plan.files.items()}
     check_out(chosen, sum(sizes.values()), [checkpoint, hf], "config.json", "model directory", (*MODEL_FILES, *also))
     if _ready(chosen, shape, sizes, plan.dtype):

@@ -16,6 +16,7 @@ import torch
 from megatron_dppo.bridge.hf_directory import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
+    MAX_SHARD_BYTES,
     MODEL_FILES,
     FilePlan,
     SafetensorsWriter,
@@ -41,7 +42,7 @@ def export_hf(
     *,
     source: Path,
     out: Path,
-    max_shard_bytes: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype,
     setting: str = "run.dir",
 ) -> None:
@@ -60,7 +61,7 @@ def export_hf(
     Raises:
         UserError: on every rank, if ``out`` holds something else than a model, or cannot be written.
     """
-    plan = plan_files(chunks[0].shape, max_shard_bytes, dtype)
+    plan = plan_files(chunks[0].shape, dtype, max_shard_bytes)
     world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
     stream = weight_stream(chunks, world, to=Consumers.LEADER, dtype=dtype)
     _export(world, stream, partial(write_directory, plan=plan, source=source, out=out), out, setting)

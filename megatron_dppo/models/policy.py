@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig
 from megatron_dppo.models.context import Share, gather_responses, share_of
+from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
 from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
@@ -38,7 +39,6 @@ NOTHING_BETWEEN: dict[str, Any] = (
 )
 """From megatron-core 0.19 on Transformer Engine can be told that no padding lies between segments. If it is not told,
 each layer compares on the host where segments start and where padded ones do, if it is given both."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_policy(

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.config import replace as with_values
@@ -20,45 +20,31 @@ LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_exper
 """Most of what names of tensors are made for; of anything else there may be 10⁹."""
 ROPE_THETA = 10000.0
 """transformers' own, for a config.json that names none."""
-KEYS = {
-    "num_layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "tied": "tie_word_embeddings",
-    "rope_theta": "rope_theta",
-    "rms_eps": "rms_norm_eps",
-    "max_positions": "max_position_embeddings",
-}
-"""config.json's names of the fields that policies of every family have."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyShape:
-    """The sizes of a policy, of whatever family."""
+    """The sizes of a policy, of whatever family; beside them config.json's names."""
 
-    num_layers: int
-    hidden: int
+    num_layers: Annotated[int, "num_hidden_layers"]
+    hidden: Annotated[int, "hidden_size"]
     """Width of the residual stream."""
-    heads: int
+    heads: Annotated[int, "num_attention_heads"]
     """Query heads."""
-    kv_heads: int
+    kv_heads: Annotated[int, "num_key_value_heads"]
     """Key and value heads; each serves ``heads / kv_heads`` query heads."""
-    head_dim: int
+    head_dim: Annotated[int, "head_dim"]
     """Width of one head; heads · head_dim need not be ``hidden``."""
-    ffn: int
+    ffn: Annotated[int, "intermediate_size"]
     """Width of the feed-forward layer, or of each expert: of the gate and of the up projection, each."""
-    vocab_size: int
+    vocab_size: Annotated[int, "vocab_size"]
     """Tokens, before any padding."""
-    tied: bool
+    tied: Annotated[bool, "tie_word_embeddings"]
     """Whether the output layer is the embedding."""
-    rope_theta: float
+    rope_theta: Annotated[float, "rope_theta"]
     """Base of the rotary frequencies."""
-    rms_eps: float
-    max_positions: int
+    rms_eps: Annotated[float, "rms_norm_eps"]
+    max_positions: Annotated[int, "max_position_embeddings"]
     """Longest sequence that the policy was made for, in tokens."""
     architecture: str = "Qwen3ForCausalLM"
     """One of :data:`families.FAMILIES`."""
@@ -109,6 +95,11 @@ class PolicyShape:
         }
 
 
+FIELDS = get_type_hints(PolicyShape, include_extras=True)
+KEYS = {name: kind.__metadata__[0] for name, kind in FIELDS.items() if get_origin(kind) is Annotated}
+"""config.json's names of the fields that policies of every family have."""
+
+
 def read_shape(path: str | Path) -> PolicyShape:
     """The shape that a Hugging Face directory's ``config.json`` describes.
 
@@ -154,8 +145,7 @@ def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
             possible = " or ".join(map(json.dumps, values))
             problem = f"its config.json has {name} = {json.dumps(value):.60}, which is not supported"
             raise UserError("model.path", path, problem, f"give a model whose {name} is {possible}")
-    kinds = {field.name: str(field.type) for field in fields(PolicyShape)}
-    sizes = {field: _value(config, name, kinds[field]) for field, name in {**KEYS, **family.keys}.items()}
+    sizes = {field: _value(config, name, FIELDS[field]) for field, name in {**KEYS, **family.keys}.items()}
     if scaling := scalings.get(rope_type):
         sizes["rope_scaling"] = scaling(**{each.name: _number(each.name, rope[each.name]) for each in fields(scaling)})
     shape = PolicyShape(**sizes, architecture=family.architecture)
@@ -165,13 +155,14 @@ def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
     return shape
 
 
-def _value(config: dict[str, Any], name: str, kind: str) -> Any:
-    """The value of a field of type ``kind``, under the last of its names that has one."""
+def _value(config: dict[str, Any], name: str, annotation: Any) -> Any:
+    """The value of a field with this annotation, under the last of its names that has one."""
     first, *others = name.split(" | ")
     name = next((each for each in reversed(others) if config.get(each)), first)
-    if kind == "bool":
+    kind = getattr(annotation, "__origin__", annotation)
+    if kind is bool:
         return bool(config.get(name, False))
-    return _number(name, config[name]) if kind == "float" else _count(config, name)
+    return _number(name, config[name]) if kind is float else _count(config, name)
 
 
 def _count(config: dict[str, Any], key: str) -> int:

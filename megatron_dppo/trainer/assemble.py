@@ -22,8 +22,9 @@ from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
 from megatron_dppo.evaluation.evaluator import EvalProblem, held_out
 from megatron_dppo.models.actor import Actor, Policy
+from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
-from megatron_dppo.models.policy import DTYPES, PolicyModel
+from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.layout import resolve_layout
@@ -44,8 +45,6 @@ from megatron_dppo.trainer.preflight import label_check
 
 P_co = TypeVar("P_co", bound=Policy, covariant=True)
 FrozenT = TypeVar("FrozenT", bound=Policy)
-MAX_SHARD_BYTES = 5 * 2**30
-"""Size of a safetensors shard, as the hub's own files have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ class PolicyParts(Generic[P_co]):
 
     def check_export(self, out: Path, *, setting: str) -> None:
         """Find out now, rather than after the last step, whether ``export`` may write there. Collective."""
-        size = plan_files(self.shape, MAX_SHARD_BYTES, DTYPES[self.config.model.dtype]).total_bytes
+        size = plan_files(self.shape, DTYPES[self.config.model.dtype]).total_bytes
         self.world.from_leader(lambda: check_destination(self.config.model.folder, out, size, setting))
 
     def export(self, out: Path, *, setting: str) -> None:
@@ -187,7 +186,6 @@ class PolicyParts(Generic[P_co]):
             self.world,
             source=self.config.model.folder,
             out=out,
-            max_shard_bytes=MAX_SHARD_BYTES,
             dtype=DTYPES[self.config.model.dtype],
             setting=setting,
         )

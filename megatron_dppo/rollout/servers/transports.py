@@ -19,7 +19,7 @@ from megatron_dppo.bridge.hf_directory import adapter_config, plan_adapter_file,
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.policy import DTYPES
+from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
@@ -30,7 +30,6 @@ from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, addres
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
 """Defaults of ``rollout.sync.bucket_mib``, by the weights' device."""
-MAX_SHARD_BYTES = 5 * 2**30
 
 
 class Transport(Protocol):
@@ -131,9 +130,7 @@ class DiskTransport:
     ) -> None:
         self._http, self._world, self._model, self._folder, self._adapter = http, world, model, folder, adapter
         dtype = DTYPES[model.dtype]
-        self._plan = (
-            plan_adapter_file(shape, model.lora, dtype) if adapter else plan_files(shape, MAX_SHARD_BYTES, dtype)
-        )
+        self._plan = plan_adapter_file(shape, model.lora, dtype) if adapter else plan_files(shape, dtype)
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         place = self._folder.absolute() / version
