@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,14 +12,15 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer
 
+from megatron_dppo.bridge.convert_commands import in_place
 from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL_FILES, FilePlan, SafetensorsWriter, plan_files
 from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.config import DTYPES, ModelConfig
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
-from megatron_dppo.process.files import check_replaceable, replacing_directory
+from megatron_dppo.process.files import check_replaceable
 
 DEFAULT_BPE_VOCABULARY = 4096
 MAX_POSITIONS = 40960
@@ -88,9 +87,9 @@ def write_model(
         raise UserError("out", out, "exists", "Give another directory, or --overwrite")
     vocabulary = character_tokenizer() if tokenizer == "arithmetic" else _train(corpus, vocab_size)
     size = replace(size, vocab_size=_rows(vocab_size or size.vocab_size, vocabulary.get_vocab_size()))
-    plan = plan_files(size, DTYPES[dtype], max_shard_bytes)
+    plan = plan_files(size, ModelConfig(dtype=dtype).torch_dtype, max_shard_bytes)
     check_replaceable(out, plan.total_bytes, "out", mark="config.json", what="model directory", files=MODEL_FILES)
-    with _disk(out), replacing_directory(out) as folder:
+    with in_place(out) as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)
         _write_config(folder, size, plan.dtype, std, vocabulary)
         _write_weights(folder, plan, seed=seed, std=std)
@@ -129,12 +128,6 @@ def init_from_arguments(arguments: argparse.Namespace) -> None:
     print(f"{options['out']}: a fresh policy of {parameters / 1e6:.2f} million parameters")
 
 
-def _id(vocabulary: Tokenizer, token: str) -> int:
-    number = vocabulary.token_to_id(token)
-    assert number is not None, f"every tokenizer made here has {token}"
-    return number
-
-
 def _published(shape: str) -> PolicyShape:
     name = shape.lower() if shape.lower() in PUBLISHED else f"qwen3-{shape.lower()}"
     if name not in PUBLISHED:
@@ -170,15 +163,6 @@ def _check(size: PolicyShape, std: float) -> None:
         raise UserError("--init-std", std, "is not positive", "Give 0.02, or a little more for a tiny model")
 
 
-@contextlib.contextmanager
-def _disk(out: Path) -> Iterator[None]:
-    """A disk that fails, in the user's words."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError("out", out, f"cannot be written ({error})", "Mend that, or give another directory") from error
-
-
 def _train(corpus: Path | None, vocab_size: int | None) -> Any:
     if corpus is None:
         raise UserError("--corpus", None, "a BPE tokenizer needs text to be trained on", "Give a JSONL or parquet file")
@@ -186,7 +170,7 @@ def _train(corpus: Path | None, vocab_size: int | None) -> Any:
 
 
 def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: float, vocabulary: Tokenizer) -> None:
-    ends = {"eos_token_id": _id(vocabulary, TURN_END), "pad_token_id": _id(vocabulary, END_OF_TEXT)}
+    ends = {"eos_token_id": vocabulary.token_to_id(TURN_END), "pad_token_id": vocabulary.token_to_id(END_OF_TEXT)}
     config = {
         **size.as_config(),
         "attention_dropout": 0.0,

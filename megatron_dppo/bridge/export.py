@@ -128,7 +128,6 @@ def write_adapter_directory(
 def _write(stream: Stream, plan: FilePlan, out: Path, describe: Callable[[Path], None]) -> Exception | None:
     """The stream is taken to its end whatever happens, since other ranks take part in it."""
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         with replacing_directory(out) as draft, SafetensorsWriter.open(plan, draft) as writer:
             describe(draft)
             for bucket in stream:

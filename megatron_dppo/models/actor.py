@@ -28,7 +28,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
-from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.models.gradient_norm import gradient_squares
 from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.lora import add_expert_gradients
@@ -368,7 +367,7 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
         bf16=model.dtype == "bf16",
-        params_dtype=DTYPES[model.dtype],
+        params_dtype=model.torch_dtype,
         use_distributed_optimizer=settings.distributed,
     )
 

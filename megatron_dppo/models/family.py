@@ -124,7 +124,7 @@ class Family:
     rows: tuple[ParameterMapping, ...]
     """The parameters of a layer."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
-    """What Megatron's ``TransformerConfig`` is told besides."""
+    """Further settings of Megatron's ``TransformerConfig``."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """config.json's names of fields of ``PolicyShape``, where they are not those of :data:`shape.KEYS`. ``|`` is
     between an earlier and a later name."""

@@ -26,7 +26,6 @@ from torch.nn import functional
 
 from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig
 from megatron_dppo.models.context import Share, gather_responses, share_of
-from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
 from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
@@ -100,7 +99,7 @@ def _release_dispatched(chunk: PolicyModel) -> None:
 
 def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig) -> TransformerConfig:
     """Megatron's configuration of a policy. Kernels that need CUDA or Transformer Engine are on where these are."""
-    spec, cuda, dtype = choose_spec(model), torch.cuda.is_available(), DTYPES[model.dtype]
+    spec, cuda, dtype = choose_spec(model), torch.cuda.is_available(), model.torch_dtype
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,

@@ -48,12 +48,8 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         body, config = model.model, model.config
-        self._embedding, self._rotary, self._norm, self._head = (
-            body.embed_tokens,
-            body.rotary_emb,
-            body.norm,
-            model.lm_head,
-        )
+        self._embedding, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, body.norm
+        self._head = model.lm_head
         self._layers = [_Layer(layer, config) for layer in body.layers]
         self._cos = self._sin = self._embedding.weight.new_empty(0, 1, 0)
 

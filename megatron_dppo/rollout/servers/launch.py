@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megatron_dppo.config import Config, LoraConfig, RolloutConfig
+from megatron_dppo.config import DTYPES, Config, LoraConfig, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.dtypes import DTYPES
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
 from megatron_dppo.rollout.servers import vllm
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG
@@ -154,11 +153,6 @@ def adapter_flags(engine: str, lora: LoraConfig) -> list[str]:
     return [*words, "--lora-target-modules", *lora.targets]
 
 
-def server_dtype(config: Config) -> str:
-    """Type of the policy's weights, as servers name it."""
-    return str(DTYPES[config.model.dtype]).removeprefix("torch.")
-
-
 def server_command(config: Config, index: int, *, host: str, port: int, secret_file: Path) -> list[str]:
     """The command line of one server. Everybody on the machine can read it, so the secret is not in it.
 
@@ -171,7 +165,7 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
     rollout, tp = config.rollout, tensor_parallel(config.rollout)[index]
     model = {"sglang": "--model-path", "vllm": "--model"}[rollout.engine]
     words = [*base_command(rollout), model, str(config.model.folder.absolute()), "--host", host]
-    words += ["--port", str(port), "--tensor-parallel-size", str(tp), "--dtype", server_dtype(config)]
+    words += ["--port", str(port), "--tensor-parallel-size", str(tp), "--dtype", DTYPES[config.model.dtype]]
     if config.model.checkpoint is not None:
         words += ["--load-format", "dummy"]  # the directory may hold no weights; the first sync brings them
     if rollout.engine == "vllm":

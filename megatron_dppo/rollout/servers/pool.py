@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_dppo.config import Config, LoraConfig
+from megatron_dppo.config import DTYPES, Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient, ServerInfo
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.launch import adapter_flags, base_command, server_dtype, server_urls
+from megatron_dppo.rollout.servers.launch import adapter_flags, base_command, server_urls
 from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import ADAPTER_ENVIRONMENT, VllmClient
@@ -365,7 +365,7 @@ class ServerPool:
             remedy = f"{'Start it as that says' if error.alive else 'Look into its log'}, or name another server"
             raise UserError(setting, client.url, error.problem, remedy) from None
         nccl.refuse_two(setting, client.url, self._our_nccl, info.nccl)
-        rollout, dtype = self._config.rollout, server_dtype(self._config)
+        rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
         longest = self._config.data.max_prompt_tokens + rollout.max_response_tokens
         if info.architecture not in (None, self._architecture):
             problem = f"serves another model: {info.architecture} from {info.model}, the policy is {self._architecture}"
