@@ -47,6 +47,11 @@ class ParameterMapping:
         return self.megatron[-1].replace(".{layer}", "").replace(".local_experts.{expert}", ".experts")
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """Hugging Face's modules of the tensors: ``q_proj``, ``k_proj``, ``v_proj``."""
+        return tuple(name.split(".")[-2] for name in self.tensors)
+
+    @property
     def of_expert(self) -> bool:
         """Whether a layer has the parameter once for each expert."""
         return "{expert}" in self.tensors[0]
@@ -137,3 +142,9 @@ class Family:
     """Published models by lower-case name: the fields of their ``PolicyShape``."""
     reads_head_dim: bool = True
     """Whether every reader takes ``head_dim`` from config.json, so that it need not be ``hidden / heads``."""
+
+    @property
+    def linear_layers(self) -> dict[str, ParameterMapping]:
+        """Rows of the weights of Megatron's linear layers, by a layer's name: ``linear_qkv``."""
+        weights = {row.megatron[0].split(".")[-2]: row for row in self.rows if ".weight" in row.megatron[0]}
+        return {name: row for name, row in weights.items() if name.startswith("linear_")}
