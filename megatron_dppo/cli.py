@@ -41,7 +41,7 @@ COMMANDS = {
         "probe-tree": "Estimate whether tree sampling would help, and where to branch.",
     },
     "Models": {
-        "init": "Create a small Qwen3 with random weights, and its tokenizer.",
+        "init": "Create a small policy with random weights, and its tokenizer.",
         "export": "Write a run's policy as a Hugging Face directory, with a model card.",
         "compress": "Make a smaller policy from a larger one.",
         "compress sweep": "Compare smaller policies of several sizes and methods.",

@@ -109,10 +109,8 @@ def read_shape(path: str | Path) -> PolicyShape:
     file = Path(path) / "config.json"
     if not file.is_file():
         problem = "has no config.json" if Path(path).is_dir() else "is not a directory"
-        remedy = (
-            "give the directory of a Qwen3 model or its id on the hub; `megatron-dppo init` makes a fresh policy, and "
-            "`megatron-dppo sft` warms it up"
-        )
+        made = "`megatron-dppo init` makes a fresh policy, and `megatron-dppo sft` warms it up"
+        remedy = f"give the directory of a model, or its id on the hub; {made}"
         raise UserError("model.path", path, problem, remedy)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
