@@ -138,7 +138,7 @@ def _write_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
     config = json.loads(file.read_text())
     left = cut.shape(shape)
     changed = left.config_sizes.items() - shape.config_sizes.items()
-    config |= {name: size for name, size in changed if config.get(name)}
+    config |= {each: size for name, size in changed for each in name.split(" | ") if config.get(each)}
     if cut.groups is not None or cut.channels is not None:  # which readers else take for hidden_size / heads
         config["head_dim"] = left.head_dim
     if config.get("layer_types"):

@@ -79,9 +79,8 @@ class PolicyShape:
 
     @property
     def config_sizes(self) -> dict[str, Any]:
-        """Values of its fields under config.json's names, earlier ones first."""
-        names = (*KEYS.items(), *self.family.keys.items())
-        return {each: getattr(self, field) for field, name in names for each in name.split(" | ")}
+        """Values of its fields under config.json's names, where ``|`` is between an earlier and a later one."""
+        return {name: getattr(self, field) for field, name in (*KEYS.items(), *self.family.keys.items())}
 
     def as_config(self) -> dict[str, Any]:
         """The part of a config.json that :func:`read_shape` reads."""
@@ -89,7 +88,7 @@ class PolicyShape:
         return {
             "architectures": [self.architecture],
             "model_type": family.model_type,
-            **self.config_sizes,
+            **{name.partition(" | ")[0]: size for name, size in self.config_sizes.items()},
             "rope_scaling": scaling and {"rope_type": scaling.rope_type, **asdict(scaling)},
             **{name: values[0] for name, values in family.supported.items()},
         }
