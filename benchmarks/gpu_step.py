@@ -56,7 +56,7 @@ from megatron_dppo.estimate.assumptions import GIB, Assumptions
 from megatron_dppo.estimate.memory import actor_memory
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.models.actor import Actor, Microbatch, Sums
-from megatron_dppo.models.policy import DTYPES, PolicyModel
+from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.layout import capacity_multiple
 from megatron_dppo.parallel.world import initialize
@@ -235,7 +235,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     layout = LayoutConfig(dp=1)
     world = initialize(layout, seed=1, timeout_s=600.0)
     shape = PUBLISHED.get(f"qwen3-{setting.shape}", TINY)
-    rate = matrix_rate(world.device, DTYPES[setting.model.dtype])
+    rate = matrix_rate(world.device, setting.model.torch_dtype)
     actor = Actor(shape, setting.model, layout, setting.optimizer, world, temperature=1.0, load=random_weights)
     rows = make_rows(setting, shape.vocab_size)
     packs = packed(rows, setting, shape.hidden)

@@ -20,7 +20,7 @@ from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MistakesError, UserError, error_text
 from megatron_dppo.process.files import too_few_files
-from megatron_dppo.process.streams import speak_plainly
+from megatron_dppo.process.streams import speak_plainly, tell
 from megatron_dppo.settings import as_yaml, load_config, load_whole, nearest
 
 COMMANDS = {
@@ -41,7 +41,7 @@ COMMANDS = {
         "probe-tree": "Estimate whether tree sampling would help, and where to branch.",
     },
     "Models": {
-        "init": "Create a small Qwen3 with random weights, and its tokenizer.",
+        "init": "Create a small policy with random weights, and its tokenizer.",
         "export": "Write a run's policy as a Hugging Face directory, with a model card.",
         "compress": "Make a smaller policy from a larger one.",
         "compress sweep": "Compare smaller policies of several sizes and methods.",
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except (UserError, MistakesError) as error:
-        print(error_text(error), file=sys.stderr)
+        tell(error_text(error))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        print(error_text(too_few_files(error)), file=sys.stderr)
+        tell(error_text(too_few_files(error)))
         return 2
 
 
@@ -210,7 +210,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         from megatron_dppo.launch.start import check
 
         done = check(config, chosen.command, ranks=chosen.check)
-        print("no mistake was found", file=sys.stderr)  # what is printed is for job scripts
+        tell("no mistake was found")  # what is printed is for job scripts
         print(done)
         return 0
     from megatron_dppo.launch.start import run

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.bridge.convert_adapters import adapters_to_hf, merged_to_hf
-from megatron_dppo.bridge.convert_commands import DTYPES, megatron_to_hf, parse_megatron_to_hf
+from megatron_dppo.bridge.convert_commands import megatron_to_hf, parse_megatron_to_hf
 from megatron_dppo.bridge.fingerprint import fingerprint
+from megatron_dppo.config import DTYPES, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.process.files import replace_text
@@ -61,7 +62,7 @@ def export(chosen: argparse.Namespace) -> None:
     if writer is None or adapters is None:
         megatron_to_hf(command, also=ours)
     elif base is not None:
-        of_checkpoint, dtype = adapters.setting == "checkpoint", DTYPES[writer.dtype]
+        of_checkpoint, dtype = adapters.setting == "checkpoint", ModelConfig(dtype=writer.dtype).torch_dtype
         merged_to_hf(command, adapters.settings, base=base, base_is_checkpoint=of_checkpoint, dtype=dtype, also=ours)
     else:
         name = base_of(found) if chosen.push else adapters.base  # a place on this machine is nobody else's

@@ -55,7 +55,7 @@ def policy_folder(path: str, setting: str = "model.path", *, weights: bool = Tru
         UserError: if none is named, and for an id of the hub that is neither in its cache nor can be fetched.
     """
     if not path:
-        remedy = "Name a directory that holds a Qwen3 model, or the id of one on the Hugging Face hub"
+        remedy = "Name a directory that holds a model, or the id of one on the Hugging Face hub"
         raise UserError(setting, "(empty)", "no policy is given", remedy)
     folder = Path(path)
     if (folder / EXPORT / "config.json").is_file() and not (folder / "config.json").is_file():

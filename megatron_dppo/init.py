@@ -1,12 +1,10 @@
-"""``megatron-dppo init``: a fresh Qwen3 policy of any size, as a Hugging Face directory."""
+"""``megatron-dppo init``: a fresh policy of any family and size, as a Hugging Face directory."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,24 +12,27 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer
 
-from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, SafetensorsWriter, plan_files
+from megatron_dppo.bridge.convert_commands import in_place
+from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL_FILES, FilePlan, SafetensorsWriter, plan_files
 from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.config import DTYPES, ModelConfig
 from megatron_dppo.data.vocabulary import END_OF_TEXT, TURN_END, character_tokenizer, train_bpe, write_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.shape import ARCHITECTURES, PUBLISHED, PolicyShape
-from megatron_dppo.process.files import check_replaceable, replacing_directory
+from megatron_dppo.models.families import FAMILIES
+from megatron_dppo.models.shape import PUBLISHED, PolicyShape
+from megatron_dppo.process.files import check_replaceable
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MAX_SHARD_BYTES = 4 * 10**9
 DEFAULT_BPE_VOCABULARY = 4096
 MAX_POSITIONS = 40960
 ROPE_THETA = 1_000_000.0
 RMS_EPS = 1e-6
+ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
 
 
 def write_model(
     out: Path,
     *,
+    family: str | None = None,
     hidden: int = 192,
     layers: int = 2,
     heads: int = 4,
@@ -51,14 +52,15 @@ def write_model(
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> int:
-    """Write a randomly initialised Qwen3: configuration, weights, tokenizer, chat template.
+    """Write a randomly initialised policy: configuration, weights, tokenizer, chat template.
 
     The directory appears whole or not at all. One tensor is in memory at a time. Seed and sizes decide the weights.
 
     Args:
         out: the directory to make.
+        family: its ``model_type``; None: ``qwen3``, or with experts ``qwen3_moe``.
         hidden, layers, heads, kv_heads, head_dim, ffn, tie: the model's size; ``shape`` takes their place.
-        experts, experts_per_token: of a Qwen3-MoE, each expert of width ``ffn``; 0: a dense model.
+        experts, experts_per_token: of a family with experts, each expert of width ``ffn``; 0: a dense model.
         vocab_size: rows of the embedding; None: as many as the tokenizer needs (a published shape: its own).
             With the ``bpe`` tokenizer, also the size that is trained.
         tokenizer, corpus: characters for sums, or a byte-level BPE trained on a JSONL or parquet file's strings.
@@ -72,19 +74,22 @@ def write_model(
     Raises:
         UserError: for sizes that make no model, a missing corpus, a target that exists, a full disk.
     """
+    family = family or ("qwen3_moe" if experts else "qwen3")
+    if family not in ARCHITECTURES:
+        raise UserError("--family", family, "is no supported family", f"Give one of {', '.join(ARCHITECTURES)}")
     size = PolicyShape(layers, hidden, heads, kv_heads, head_dim, ffn, 0, tie, ROPE_THETA, RMS_EPS, MAX_POSITIONS)
+    size = replace(size, architecture=ARCHITECTURES[family], experts=experts)
+    size = replace(size, experts_per_token=experts_per_token if experts else 0)
     if shape:
         size = _published(shape)
-    elif experts:
-        size = size.with_experts(experts, per_token=experts_per_token)
     _check(size, std)
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise UserError("out", out, "exists", "Give another directory, or --overwrite")
     vocabulary = character_tokenizer() if tokenizer == "arithmetic" else _train(corpus, vocab_size)
     size = replace(size, vocab_size=_rows(vocab_size or size.vocab_size, vocabulary.get_vocab_size()))
-    plan = plan_files(size, max_shard_bytes, DTYPES[dtype])
+    plan = plan_files(size, ModelConfig(dtype=dtype).torch_dtype, max_shard_bytes)
     check_replaceable(out, plan.total_bytes, "out", mark="config.json", what="model directory", files=MODEL_FILES)
-    with _disk(out), replacing_directory(out) as folder:
+    with in_place(out) as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)
         _write_config(folder, size, plan.dtype, std, vocabulary)
         _write_weights(folder, plan, seed=seed, std=std)
@@ -95,6 +100,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo init``."""
     parser.add_argument("out", type=Path, help="directory to make")
     parser.add_argument("--shape", help=f"a published model's sizes: {', '.join(PUBLISHED)}")
+    parser.add_argument("--family", help=f"one of {', '.join(ARCHITECTURES)}; default: qwen3, with --experts qwen3_moe")
     sizes = parser.add_argument_group("sizes, where no --shape is given (by default a million parameters)")
     sizes.add_argument("--hidden", type=int, default=192)
     sizes.add_argument("--layers", type=int, default=2)
@@ -102,7 +108,7 @@ def add_init_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
     sizes.add_argument("--head-dim", type=int, default=48)
     sizes.add_argument("--ffn", type=int, default=640, help="width of the feed-forward layer")
-    sizes.add_argument("--experts", type=int, default=0, help="in every layer, for a Qwen3-MoE")
+    sizes.add_argument("--experts", type=int, default=0, help="in every layer, of a family with experts")
     sizes.add_argument("--experts-per-token", type=int, default=2)
     sizes.add_argument("--untied", action="store_true", help="give the output layer a matrix of its own")
     parser.add_argument("--vocab-size", type=int, help="rows of the embedding; default: what the tokenizer needs")
@@ -119,19 +125,13 @@ def init_from_arguments(arguments: argparse.Namespace) -> None:
     options = dict(vars(arguments))
     chosen = {name: options[name] for name in inspect.signature(write_model).parameters if name in options}
     parameters = write_model(**chosen, tie=not options["untied"])
-    print(f"{options['out']}: a fresh Qwen3 of {parameters / 1e6:.2f} million parameters")
-
-
-def _id(vocabulary: Tokenizer, token: str) -> int:
-    number = vocabulary.token_to_id(token)
-    assert number is not None, f"every tokenizer made here has {token}"
-    return number
+    print(f"{options['out']}: a fresh policy of {parameters / 1e6:.2f} million parameters")
 
 
 def _published(shape: str) -> PolicyShape:
-    name = shape.lower() if shape.lower().startswith("qwen3-") else f"qwen3-{shape.lower()}"
+    name = shape.lower() if shape.lower() in PUBLISHED else f"qwen3-{shape.lower()}"
     if name not in PUBLISHED:
-        raise UserError("--shape", shape, "is no published Qwen3", f"Give one of {', '.join(PUBLISHED)}")
+        raise UserError("--shape", shape, "is no published model", f"Give one of {', '.join(PUBLISHED)}")
     return PUBLISHED[name]
 
 
@@ -144,35 +144,23 @@ def _rows(wanted: int, tokens: int) -> int:
 
 
 def _check(size: PolicyShape, std: float) -> None:
-    sizes = {
-        "--hidden": size.hidden,
-        "--layers": size.num_layers,
-        "--heads": size.heads,
-        "--kv-heads": size.kv_heads,
-        "--head-dim": size.head_dim,
-        "--ffn": size.ffn,
-    }
-    for option, value in sizes.items():
-        if value < 1:
+    for name in ("hidden", "num_layers", "heads", "kv_heads", "head_dim", "ffn"):
+        if (value := getattr(size, name)) < 1:
+            option = f"--{name.removeprefix('num_').replace('_', '-')}"
             raise UserError(option, value, "is no size", "Give a positive number")
     if size.heads % size.kv_heads:
         raise UserError("--kv-heads", size.kv_heads, f"does not divide the {size.heads} query heads", "Give a divisor")
     if size.head_dim % 2:
         raise UserError("--head-dim", size.head_dim, "is odd, and rotary positions turn pairs", "Give an even number")
+    if bool(size.experts) != ("experts" in size.family.keys):
+        problem = f"and {size.family.model_type} is a family " + ("without experts" if size.experts else "with experts")
+        remedy = "Give another --family, or leave it out" if size.experts else "Give 4, for instance"
+        raise UserError("--experts", size.experts, problem, remedy)
     if size.experts and not 0 < size.experts_per_token <= size.experts:
         problem = f"a token cannot go to so many of {size.experts} experts"
         raise UserError("--experts-per-token", size.experts_per_token, problem, f"Give 1 to {size.experts}")
     if not std > 0:
         raise UserError("--init-std", std, "is not positive", "Give 0.02, or a little more for a tiny model")
-
-
-@contextlib.contextmanager
-def _disk(out: Path) -> Iterator[None]:
-    """A disk that fails, in the user's words."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError("out", out, f"cannot be written ({error})", "Mend that, or give another directory") from error
 
 
 def _train(corpus: Path | None, vocab_size: int | None) -> Any:
@@ -182,36 +170,11 @@ def _train(corpus: Path | None, vocab_size: int | None) -> Any:
 
 
 def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: float, vocabulary: Tokenizer) -> None:
-    ends = {"eos_token_id": _id(vocabulary, TURN_END), "pad_token_id": _id(vocabulary, END_OF_TEXT)}
-    experts = {
-        "num_experts": size.experts,
-        "num_experts_per_tok": size.experts_per_token,
-        "moe_intermediate_size": size.ffn,
-        "norm_topk_prob": size.renormalises_experts,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    ends = {"eos_token_id": vocabulary.token_to_id(TURN_END), "pad_token_id": vocabulary.token_to_id(END_OF_TEXT)}
     config = {
-        "architectures": [size.architecture],
-        "model_type": ARCHITECTURES[size.architecture],
-        "vocab_size": size.vocab_size,
-        "hidden_size": size.hidden,
-        "num_hidden_layers": size.num_layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head_dim,
-        "intermediate_size": size.ffn,
-        **(experts if size.experts else {}),
-        "tie_word_embeddings": size.tied,
-        "attention_bias": False,
+        **size.as_config(),
         "attention_dropout": 0.0,
-        "hidden_act": "silu",
         "initializer_range": std,
-        "max_position_embeddings": size.max_positions,
-        "rms_norm_eps": size.rms_eps,
-        "rope_theta": size.rope_theta,
-        "rope_scaling": None,
-        "use_sliding_window": False,
         "sliding_window": None,
         "use_cache": True,
         **ends,
@@ -222,9 +185,9 @@ def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: floa
 
 
 def _write_weights(folder: Path, plan: FilePlan, *, seed: int, std: float) -> None:
-    """Norms start at one, matrices are normal: Hugging Face's own initialisation of Qwen3."""
+    """Norms start at one, biases at zero, matrices are normal: Hugging Face's own initialisation."""
     generator = torch.Generator().manual_seed(seed)
     with SafetensorsWriter.open(plan, folder) as writer:
         for name, size in plan.tensors.items():
-            norm = len(size) == 1
-            writer.write(name, torch.ones(size) if norm else torch.empty(size).normal_(0.0, std, generator=generator))
+            tensor = torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
+            writer.write(name, tensor if len(size) == 1 else tensor.normal_(0.0, std, generator=generator))

@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_dppo.bridge.load import bind_adapters, fill_parameter, part_of, slices_of
-from megatron_dppo.bridge.mapping import REPLICATED, Entry, adapters_of_tensor
+from megatron_dppo.bridge.mapping import Entry, adapters_of_tensor
+from megatron_dppo.models.family import REPLICATED
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.seeds import Purpose, engine_seed

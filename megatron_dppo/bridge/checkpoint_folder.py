@@ -6,7 +6,6 @@ Needs no torch, so that a setting can be checked before anything heavy is import
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.streams import tell
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -139,7 +139,7 @@ def refusing_damage(checkpoint: Path, setting: str) -> Iterator[None]:
 def warn_unchecked(checkpoint: Path) -> None:
     """Say once of a checkpoint that its files cannot be checked."""
     text = f"note: {checkpoint} has no checksums.json, as its writer left one: damage to it may go unnoticed"
-    print(text, file=sys.stderr, flush=True)
+    tell(text)
 
 
 def _newest_whole(folder: Path, besides: Path | None = None) -> int | None:

@@ -217,7 +217,7 @@ def _megatron(
 ) -> torch.Tensor:
     """[tokens, vocabulary] fp32, of a model that Megatron itself loads, in a process group of this process alone."""
     from megatron_dppo.bridge.load import load_checkpoint
-    from megatron_dppo.models.policy import DTYPES, build_policy, packed_sequence
+    from megatron_dppo.models.policy import build_policy, packed_sequence
     from megatron_dppo.parallel.world import initialize, shut_down
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -225,7 +225,7 @@ def _megatron(
         world = initialize(LayoutConfig(), seed=1, timeout_s=600.0)
         settings = ModelConfig(dtype=dtype, spec="torch")
         (model,) = build_policy(shape, settings, LayoutConfig(), temperature=1.0)
-        model.to(world.device, DTYPES[dtype]).eval()
+        model.to(world.device, settings.torch_dtype).eval()
         load_checkpoint([model], checkpoint, world)
         for parameter in model.parameters():
             parameter.data.copy_(parameter.data.to(written))

@@ -15,9 +15,9 @@ from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.chunks import Chunk, read_rows
 from megatron_dppo.bridge.convert import in_threads, stored_chunks, write_tensors
 from megatron_dppo.bridge.convert_commands import (
-    DTYPES,
     check_out,
     checkpoint_and_directory,
+    chosen_dtype,
     in_place,
     naming,
     stored_policy,
@@ -57,7 +57,7 @@ def adapters_to_hf(chosen: argparse.Namespace, lora: LoraConfig, *, base: str, a
     """
     checkpoint, hf, shape = checkpoint_and_directory(chosen)
     adapters = stored_policy(checkpoint, shape, lora)
-    plan = plan_adapter_file(shape, lora, DTYPES.get(chosen.dtype, adapters.dtype))
+    plan = plan_adapter_file(shape, lora, chosen_dtype(chosen, adapters.dtype))
     what = "directory of adapters"
     check_out(chosen, plan.total_bytes, [checkpoint, hf], ADAPTER_CONFIG, what, (*ADAPTER_FILES, *also))
     with in_place(chosen.out) as draft, progress("to PEFT", plan.total_bytes, unit="bytes") as advance:
@@ -94,7 +94,7 @@ def merged_to_hf(
     checkpoint, hf, shape = checkpoint_and_directory(chosen)
     adapters = stored_policy(checkpoint, shape, lora)
     tensors = _base(base, shape, is_checkpoint=base_is_checkpoint)
-    plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, dtype))
+    plan = plan_files(shape, chosen_dtype(chosen, dtype), int(chosen.shard_gb * GB))
     check_out(chosen, plan.total_bytes, [checkpoint, hf, base], "config.json", "model directory", (*MODEL_FILES, *also))
     of_name = {name: entry for entry in adapters.parameters for name in entry.tensors}
 

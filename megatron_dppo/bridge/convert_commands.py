@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -34,20 +33,18 @@ from megatron_dppo.bridge.convert import (
     write_hf,
     write_megatron,
 )
-from megatron_dppo.bridge.hf_directory import MODEL_FILES, plan_files
+from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL_FILES, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
-from megatron_dppo.config import LoraConfig
+from megatron_dppo.config import DTYPES, LoraConfig, ModelConfig
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import check_replaceable, replacing_directory
 from megatron_dppo.process.progress import GB, progress
-from megatron_dppo.process.streams import quieten
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from megatron_dppo.process.streams import quieten, tell
 
 
 def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespace) -> int:
@@ -55,11 +52,11 @@ def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespac
     try:
         command(chosen)
     except UserError as error:
-        print(error_text(error), file=sys.stderr)
+        tell(error_text(error))
         return 2
     except OSError as error:
         mended = UserError("file", error.filename, error.strerror or str(error), "Mend that, and convert again")
-        print(error_text(mended), file=sys.stderr)
+        tell(error_text(mended))
         return 2
     except KeyboardInterrupt:
         return 130
@@ -86,7 +83,7 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
         stored = check_weights(chosen.source, shape)
     tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
     widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
-    plan = plan_checkpoint(shape, DTYPES.get(chosen.dtype, widest))
+    plan = plan_checkpoint(shape, chosen_dtype(chosen, widest))
     files = (RELEASE, HF_FOLDER, TRACKER)
     check_out(chosen, sum(plan.files.values()), [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)
     if _ready(chosen, shape, plan.files, plan.dtype):
@@ -105,7 +102,7 @@ def parse_megatron_to_hf(arguments: Sequence[str] | None = None) -> argparse.Nam
     hf = f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the checkpoint)"
     parser.add_argument("--hf", metavar="DIR", type=Path, help=hf)
     size = "most in a file (default: %(default)s)"
-    parser.add_argument("--shard-gb", metavar="GB", type=positive(float), default=5.0, help=size)
+    parser.add_argument("--shard-gb", metavar="GB", type=positive(float), default=MAX_SHARD_BYTES / GB, help=size)
     return parser.parse_args(arguments)
 
 
@@ -121,7 +118,7 @@ def megatron_to_hf(chosen: argparse.Namespace, also: Sequence[str] = ()) -> None
     """
     checkpoint, hf, shape = checkpoint_and_directory(chosen)
     policy = stored_policy(checkpoint, shape)
-    plan = plan_files(shape, int(chosen.shard_gb * GB), DTYPES.get(chosen.dtype, policy.dtype))
+    plan = plan_files(shape, chosen_dtype(chosen, policy.dtype), int(chosen.shard_gb * GB))
     sizes = {file: sum(map(plan.bytes_of, names)) for file, names in plan.files.items()}
     check_out(chosen, sum(sizes.values()), [checkpoint, hf], "config.json", "model directory", (*MODEL_FILES, *also))
     if _ready(chosen, shape, sizes, plan.dtype):
@@ -147,6 +144,11 @@ def checkpoint_and_directory(chosen: argparse.Namespace) -> tuple[Path, Path, Po
     with naming("--hf"):
         shape = read_shape(hf)
     return checkpoint, hf, shape
+
+
+def chosen_dtype(chosen: argparse.Namespace, stored: torch.dtype) -> torch.dtype:
+    """Type of the weights to write."""
+    return stored if chosen.dtype == "auto" else ModelConfig(dtype=chosen.dtype).torch_dtype
 
 
 def stored_policy(checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None = None) -> StoredPolicy:
@@ -232,7 +234,7 @@ def in_place(out: Path) -> Iterator[Path]:
             yield draft
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "Free some space, or name a directory on another disk" if full else "Mend that, and convert again"
+        remedy = "Free some space, or name a directory on another disk" if full else "Mend that, and try again"
         raise UserError("OUT", out, f"was not written ({error}); nothing is left of this attempt", remedy) from error
 
 

@@ -16,6 +16,7 @@ import torch
 from megatron_dppo.bridge.hf_directory import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
+    MAX_SHARD_BYTES,
     MODEL_FILES,
     FilePlan,
     SafetensorsWriter,
@@ -41,7 +42,7 @@ def export_hf(
     *,
     source: Path,
     out: Path,
-    max_shard_bytes: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype,
     setting: str = "run.dir",
 ) -> None:
@@ -60,7 +61,7 @@ def export_hf(
     Raises:
         UserError: on every rank, if ``out`` holds something else than a model, or cannot be written.
     """
-    plan = plan_files(chunks[0].shape, max_shard_bytes, dtype)
+    plan = plan_files(chunks[0].shape, dtype, max_shard_bytes)
     world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
     stream = weight_stream(chunks, world, to=Consumers.LEADER, dtype=dtype)
     _export(world, stream, partial(write_directory, plan=plan, source=source, out=out), out, setting)
@@ -127,7 +128,6 @@ def write_adapter_directory(
 def _write(stream: Stream, plan: FilePlan, out: Path, describe: Callable[[Path], None]) -> Exception | None:
     """The stream is taken to its end whatever happens, since other ranks take part in it."""
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         with replacing_directory(out) as draft, SafetensorsWriter.open(plan, draft) as writer:
             describe(draft)
             for bucket in stream:

@@ -25,6 +25,8 @@ from megatron_dppo.models.shape import PolicyShape
 
 SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types of weights, by their names in safetensors files."""
+MAX_SHARD_BYTES = 5 * 10**9
+"""Most bytes of tensors in a safetensors file, as the hub's own files have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class FilePlan:
         return json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": files}, indent=2) + "\n"
 
 
-def plan_files(shape: PolicyShape, max_shard_bytes: int, dtype: torch.dtype) -> FilePlan:
+def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES) -> FilePlan:
     """Tensors in the order of the forward pass, as many to a file as fit."""
     tensors = expected_tensors(shape)
     files: list[list[str]] = []

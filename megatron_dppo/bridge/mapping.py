@@ -1,104 +1,21 @@
 """Which Hugging Face tensors a Megatron parameter is made of, and which rows or columns of them each rank holds.
 
-One table per family, read in both directions. :meth:`Entry.slices` says what the parameter of rank r is: slices of
+A family's rows are read in both directions. :meth:`Entry.slices` says what the parameter of rank r is: slices of
 tensors, put together along one axis. Loading copies these slices into the parameter, streaming and export copy them
 back, and a directory's shapes are checked against the same rows. No torch is needed to read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
 from itertools import chain
 from math import prod
 
 from megatron_dppo.config import LayoutConfig, LoraConfig
-from megatron_dppo.models.shape import DIMENSIONS, PolicyShape, padded_vocab
-
-
-class Split(StrEnum):
-    """How a parameter is cut over the tensor-parallel ranks."""
-
-    REPLICATED = "every rank has it whole"
-    COLUMN = "output features (dimension 0) of each tensor in equal parts, a rank's parts stacked: gate, then up"
-    ROW = "input features (dimension 1) in equal parts"
-    VOCABULARY = "tokens (dimension 0) in equal parts, after padding with zeros to what the layout divides"
-    QKV = "query groups in equal parts; within a part, each group's queries, then its key, then its value"
-
-
-REPLICATED, COLUMN, ROW, VOCABULARY, QKV = Split
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ParameterMapping:
-    """One line of a table. In its names ``{layer}`` is counted over all stages, ``{expert}`` over all ranks."""
-
-    split: Split
-    megatron: tuple[str, ...]
-    """The parameter's name, one per layer specification where they differ."""
-    tensors: tuple[str, ...]
-    """Hugging Face's names, in the order of stacking."""
-    is_copy: bool = False
-    """Whether another mapping has these tensors too. Such a parameter is loaded, and never streamed."""
-    rank: int = 0
-    """Rank of the adapter whose matrix A or B this is; 0: a parameter of the policy."""
-
-    @property
-    def key(self) -> str:
-        """The parameter's name in Megatron's distributed format, whatever the specification.
-
-        It has the fused norms' names. Layers and experts are not in it: they are leading dimensions there.
-        """
-        return self.megatron[-1].replace(".{layer}", "").replace(".local_experts.{expert}", ".experts")
-
-    @property
-    def of_expert(self) -> bool:
-        """Whether a layer has the parameter once for each expert."""
-        return "{expert}" in self.tensors[0]
-
-
-def _layer(split: Split, megatron: str, *tensors: str) -> ParameterMapping:
-    """A parameter of every layer. Where layer specifications differ in its name, ``|`` is between the names."""
-    names = tuple("decoder.layers.{layer}." + name for name in megatron.split(" | "))
-    return ParameterMapping(split, names, tuple("model.layers.{layer}." + name for name in tensors))
-
-
-_INPUT_NORM = "input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight"
-_MLP_NORM = "pre_mlp_layernorm.weight | mlp.linear_fc1.layer_norm_weight"
-_EXPERT = "mlp.experts.{expert}."
-_EXPERT_FC1 = "mlp.experts.linear_fc1.weight{expert} | mlp.experts.local_experts.{expert}.linear_fc1.weight"
-_EXPERT_FC2 = "mlp.experts.linear_fc2.weight{expert} | mlp.experts.local_experts.{expert}.linear_fc2.weight"
-
-_ATTENTION = (
-    _layer(REPLICATED, _INPUT_NORM, "input_layernorm.weight"),
-    _layer(QKV, "self_attention.linear_qkv.weight", *(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    _layer(ROW, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
-)
-_QK_NORMS = (
-    _layer(REPLICATED, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    _layer(REPLICATED, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
-)
-_QKV_BIAS = _layer(QKV, "self_attention.linear_qkv.bias", *(f"self_attn.{x}_proj.bias" for x in "qkv"))
-_MLP = (
-    _layer(REPLICATED, _MLP_NORM, "post_attention_layernorm.weight"),
-    _layer(COLUMN, "mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    _layer(ROW, "mlp.linear_fc2.weight", "mlp.down_proj.weight"),
-)
-_EXPERTS = (
-    _layer(REPLICATED, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
-    _layer(REPLICATED, "mlp.router.weight", "mlp.gate.weight"),
-    _layer(COLUMN, _EXPERT_FC1, _EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
-    _layer(ROW, _EXPERT_FC2, _EXPERT + "down_proj.weight"),
-)
-
-TABLES: Mapping[str, tuple[ParameterMapping, ...]] = {
-    "Qwen3ForCausalLM": (*_ATTENTION, *_QK_NORMS, *_MLP),
-    "Qwen3MoeForCausalLM": (*_ATTENTION, *_QK_NORMS, *_EXPERTS),
-    "Qwen2ForCausalLM": (*_ATTENTION, _QKV_BIAS, *_MLP),
-}
-"""The mappings of a layer, by the architecture that config.json names."""
+from megatron_dppo.models.family import COLUMN, DIMENSIONS, REPLICATED, ROW, VOCABULARY, ParameterMapping, Split
+from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
 EMBEDDING = ParameterMapping(VOCABULARY, ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",))
 FINAL_NORM = ParameterMapping(REPLICATED, ("decoder.final_layernorm.weight",), ("model.norm.weight",))
@@ -131,7 +48,7 @@ class Slice:
 class Entry:
     """A mapping of the table for one layer (and expert) of one policy: a parameter, and the tensors it is made of.
 
-        Entry(TABLES["Qwen3ForCausalLM"][2], shape, layer=5)
+        Entry(shape.family.rows[2], shape, layer=5)
 
     is ``decoder.layers.5.self_attention.linear_proj.weight``, made of ``model.layers.5.self_attn.o_proj.weight``.
     """
@@ -236,7 +153,7 @@ def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterat
     first, last = layers[0].start == 0, layers[-1].stop == shape.num_layers
     if first:
         yield Entry(EMBEDDING, shape)
-    yield from _of_layers(shape, TABLES[shape.architecture], layers)
+    yield from _of_layers(shape, shape.family.rows, layers)
     if last:
         yield Entry(FINAL_NORM, shape)
     if last and not shape.tied:
@@ -247,7 +164,7 @@ def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterat
 
 def adapter_entries(shape: PolicyShape, lora: LoraConfig, layers: Sequence[range] | None = None) -> Iterator[Entry]:
     """The same for the adapters of ``lora``, whose tensors have the names that PEFT gives them."""
-    mappings = _adapter_mappings(shape.architecture, lora.rank, lora.targets)
+    mappings = _adapter_mappings(shape.family.rows, lora.rank, lora.targets)
     yield from _of_layers(shape, mappings, layers or [range(shape.num_layers)])
 
 
@@ -263,10 +180,12 @@ PEFT = "base_model.model."
 
 
 @cache
-def _adapter_mappings(architecture: str, rank: int, targets: tuple[str, ...]) -> tuple[ParameterMapping, ...]:
+def _adapter_mappings(
+    rows: tuple[ParameterMapping, ...], rank: int, targets: tuple[str, ...]
+) -> tuple[ParameterMapping, ...]:
     """A and B of every matrix that is a target. The one is cut as the weight is, and every rank has the other whole."""
     found = []
-    for mapping in TABLES[architecture]:
+    for mapping in rows:
         for name in mapping.tensors:
             module, _, kind = name.rpartition(".")
             target = module.rpartition(".")[2]

@@ -24,7 +24,7 @@ from megatron_dppo.models.shape import PolicyShape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """The types of weights that can be read, by NumPy's names; for BF16, which it lacks, that of the same size."""
 LONGEST_HEADER = 100_000_000
 """The format's own limit, in bytes. A Git LFS pointer, read as a header's length, is far beyond it."""
@@ -113,7 +113,7 @@ def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} has sizes that are no counts")
     if not isinstance(dtype, str):
         raise TypeError(f"the type of {name} is no string")
-    kind = DTYPES.get(dtype)
+    kind = NUMPY.get(dtype)
     if end < start or (kind is not None and end - start != np.dtype(kind).itemsize * math.prod(shape)):
         raise ValueError(f"{name} of shape {shape} and type {dtype} cannot lie in bytes {start:,} to {end:,}")
 
@@ -125,12 +125,12 @@ def check_finite(tensors: Mapping[str, StoredTensor], path: Path, *, most_bytes:
         UserError: naming the first tensor with such a value.
     """
     elements = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
-    if sum(np.dtype(DTYPES[tensor.dtype]).itemsize * elements[name] for name, tensor in tensors.items()) > most_bytes:
+    if sum(np.dtype(NUMPY[tensor.dtype]).itemsize * elements[name] for name, tensor in tensors.items()) > most_bytes:
         return
     for name, tensor in tensors.items():
         if not elements[name]:
             continue
-        values = np.memmap(tensor.file, DTYPES[tensor.dtype], "r", tensor.start, (elements[name],))
+        values = np.memmap(tensor.file, NUMPY[tensor.dtype], "r", tensor.start, (elements[name],))
         finite = (values & 0x7F80) != 0x7F80 if tensor.dtype == "BF16" else np.isfinite(values)
         if not finite.all():
             raise _unreadable(path, f"{name} holds values that are not finite", "fetch the model again")
@@ -160,8 +160,8 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
         if tensor.shape != allowed[name]:
             problem = f"{name} has shape {list(tensor.shape)}, but config.json makes it {list(allowed[name])}"
             raise _unreadable(path, problem, "use the config.json that belongs to these weights")
-        if tensor.dtype not in DTYPES:
-            problem = f"{name} is stored as {tensor.dtype}, which is none of {', '.join(DTYPES)}"
+        if tensor.dtype not in NUMPY:
+            problem = f"{name} is stored as {tensor.dtype}, which is none of {', '.join(NUMPY)}"
             raise _unreadable(path, problem, "take weights that are not quantized")
     for name in redundant_tensors(shape):
         embedding = EMBEDDING.tensors[0]
@@ -180,7 +180,7 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 def _numbers(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
     """Some millions at a time."""
-    kind, left = np.dtype(DTYPES[tensor.dtype]), math.prod(tensor.shape)
+    kind, left = np.dtype(NUMPY[tensor.dtype]), math.prod(tensor.shape)
     with tensor.file.open("rb") as opened:
         opened.seek(tensor.start)
         while left > 0:

@@ -35,11 +35,12 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from megatron_dppo.bridge.checkpoint_folder import METADATA, damaged, refusing_damage
 from megatron_dppo.bridge.checksums import Checksums, DamagedError
 from megatron_dppo.bridge.chunks import Chunk, tensor_chunks
-from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, Split, adapter_entries, entries
+from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, adapter_entries, entries
 from megatron_dppo.bridge.safetensors_files import nearest_name
 from megatron_dppo.bridge.torch_dist import data_offset, file_sizes, locate_data, open_archive
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.family import Split
 from megatron_dppo.models.shape import PolicyShape
 
 _CLASSES = (

@@ -20,8 +20,9 @@ from megatron.core import parallel_state
 
 from megatron_dppo.bridge.adapters import MergedParameters
 from megatron_dppo.bridge.load import bind, bind_adapters, slices_of
-from megatron_dppo.bridge.mapping import Entry, Split, adapter_entries, entries
+from megatron_dppo.bridge.mapping import Entry, adapter_entries, entries
 from megatron_dppo.config import LayoutConfig, LoraConfig
+from megatron_dppo.models.family import Split
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import stage_layers

@@ -202,8 +202,8 @@ def check_cut(shape: PolicyShape, method: str, keep: float) -> None:
         raise UserError("--method", method, problem, "Give experts, hidden, heads or depth")
     if method == "experts" and not shape.experts:
         raise UserError("--method", method, "removes experts, and this policy has none", "Give width, for instance")
-    if method in ("heads", "hidden", "minitron") and shape.qkv_bias:
-        problem = "needs a config.json that names the width of a head, which Qwen2.5's readers ignore"
+    if method in ("heads", "hidden", "minitron") and not shape.family.reads_head_dim:
+        problem = "needs a config.json that names the width of a head, which some readers of this family ignore"
         raise UserError("--method", method, problem, "Give width or depth")
 
 

@@ -137,15 +137,8 @@ def _write_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
     """Change the sizes that a cut changes, and leave all else as it was."""
     config = json.loads(file.read_text())
     left = cut.shape(shape)
-    config |= {
-        "num_hidden_layers": left.num_layers,
-        "hidden_size": left.hidden,
-        "num_attention_heads": left.heads,
-        "num_key_value_heads": left.kv_heads,
-    }
-    config |= {name: left.experts for name in ("num_experts", "num_local_experts") if config.get(name)}
-    if not shape.experts:
-        config["intermediate_size"] = left.ffn
+    changed = left.config_sizes.items() - shape.config_sizes.items()
+    config |= {each: size for name, size in changed for each in name.split(" | ") if config.get(each)}
     if cut.groups is not None or cut.channels is not None:  # which readers else take for hidden_size / heads
         config["head_dim"] = left.head_dim
     if config.get("layer_types"):

@@ -33,8 +33,6 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.progress import progress
 
-MAX_SHARD_BYTES = 5 * 10**9
-
 
 @dataclass(frozen=True, slots=True)
 class CompressionJob:
@@ -60,7 +58,7 @@ class CompressionJob:
         recipe.check(shape)
         tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
         dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
-        plan = plan_files(recipe.sizes(shape).shape(shape), MAX_SHARD_BYTES, dtype)
+        plan = plan_files(recipe.sizes(shape).shape(shape), dtype)
         return cls(chosen, shape, recipe, tensors, plan)
 
     def check_out(self) -> None:

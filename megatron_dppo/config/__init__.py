@@ -17,6 +17,7 @@ from megatron_dppo.config.loss import (
     ScheduleConfig,
 )
 from megatron_dppo.config.model import (
+    DTYPES,
     HEAD_CHUNK_MIB,
     WEIGHT_BYTES,
     LayoutConfig,

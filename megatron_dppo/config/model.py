@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from annotated_types import Ge, Lt
 
@@ -12,10 +12,15 @@ from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, 
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 
+if TYPE_CHECKING:
+    import torch
+
 HEAD_CHUNK_MIB = {"cpu": 64, "cuda": 1024}
 """Default of ``model.head_chunk_mib`` by type of device. Each chunk reads the output layer and its gradient again,
 which takes little of a CPU's time, and much of a GPU's."""
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Types of weights, as torch, config.json and servers name them."""
 """Bytes of a weight, by ``model.dtype``."""
 
 
@@ -87,6 +92,13 @@ class ModelConfig(Section):
                 "has no fused attention for model.dtype = fp32, and would pad every sequence of a pack to the longest"
             )
             raise UserError("model.spec", "te", problem, "Set model.dtype=bf16, or model.spec=torch")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        found: torch.dtype = getattr(torch, DTYPES[self.dtype])
+        return found
 
     @property
     def folder(self) -> Path:

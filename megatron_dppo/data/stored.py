@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import shutil
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from megatron_dppo.data.rows import Row, read_batches, row_of_line, row_of_recor
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import file_digest
 from megatron_dppo.process.progress import progress
+from megatron_dppo.process.streams import tell
 
 LARGE = 16 * 2**20
 """Bytes of a file from which on its rows are stored. Smaller ones are read into memory, in seconds."""
@@ -164,7 +164,7 @@ def _remove_drafts(cache: Path) -> None:
 
 def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode, key: Key) -> None:
     if folder.exists():
-        print(f"note: {folder} is damaged, and is made again", file=sys.stderr, flush=True)
+        tell(f"note: {folder} is damaged, and is made again")
         shutil.rmtree(folder)
     draft = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
     draft.mkdir()
@@ -245,7 +245,7 @@ def _alone(lock: Path, file: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not said:
-                    print(f"waiting for another process that tokenises {file}", file=sys.stderr, flush=True)
+                    tell(f"waiting for another process that tokenises {file}")
                 said = True
                 time.sleep(0.2)
             except OSError:  # a file system without locks

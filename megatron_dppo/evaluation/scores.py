@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from math import comb
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,17 @@ import numpy as np
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import AnswerRow, read_finished
+from megatron_dppo.rl.intervals import CONFIDENCE, Estimate, estimate
 from megatron_dppo.rl.types import Floats
 
 LENGTH, REWARD = "mean_length", "mean_reward"
 FEWEST = 10
 """With fewer problems resampling says nothing about a difference: with one problem the interval is a point."""
 RESAMPLES = 4000
-CONFIDENCE = 0.95
 SEED = 20210707
 """The seed of the resampling: the same answers have the same intervals."""
 Cell = Mapping[str, float | None]
 """An estimate as JSON has it: null for what is not a number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over problems, and the bounds of its interval. Not a number where nothing could be measured."""
-
-    value: float
-    low: float
-    high: float
 
 
 def pass_at(correct: Floats, k: int) -> Floats:
@@ -88,7 +79,7 @@ def estimates(columns: Mapping[str, Floats]) -> dict[str, Estimate]:
     times = np.bincount(draws.ravel(), minlength=RESAMPLES * problems).reshape(RESAMPLES, problems).astype(np.float64)
     known = ~np.isnan(values)
     means = _ratio(times @ np.where(known, values, 0.0), times @ known)
-    return {name: _estimate(values[:, i], means[:, i]) for i, name in enumerate(columns)}
+    return {name: estimate(mean(values[:, i]), means[:, i]) for i, name in enumerate(columns)}
 
 
 def difference(mine: Floats, theirs: Floats) -> Estimate:
@@ -224,15 +215,6 @@ def _column(problems: Sequence[Sequence[AnswerRow]], key: str) -> Floats:
 def _ratio(sums: Floats, counts: Floats) -> Floats:
     """Not a number where nothing was counted."""
     return np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
-
-
-def _estimate(values: Floats, means: Floats) -> Estimate:
-    drawn = means[~np.isnan(means)]
-    if not len(drawn):
-        return Estimate(math.nan, math.nan, math.nan)
-    tail = (1.0 - CONFIDENCE) / 2
-    low, high = np.quantile(drawn, [tail, 1.0 - tail])
-    return Estimate(mean(values), float(low), float(high))
 
 
 def _cell(found: Estimate) -> Cell:

@@ -9,7 +9,6 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ from types import FrameType
 
 from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, listen
 from megatron_dppo.process import stop
+from megatron_dppo.process.streams import tell
 
 LOOK_S = 0.05
 """Seconds between looks at the ranks."""
@@ -192,7 +192,7 @@ class FirstFailure:
     def say(self, text: str) -> None:
         """Print why a rank failed that could not say it itself."""
         self._said.append(text)
-        print(text, file=sys.stderr)
+        tell(text)
 
     def said(self) -> str:
         """Why the run failed, as it was printed; empty where nobody knows."""

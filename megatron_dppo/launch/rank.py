@@ -27,7 +27,7 @@ from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_
 from megatron_dppo.process import stop
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.lifetime import die_with
-from megatron_dppo.process.streams import outlive_readers, quieten
+from megatron_dppo.process.streams import outlive_readers, quieten, tell
 from megatron_dppo.rollout.servers.nccl import rank_environment
 from megatron_dppo.settings import load_config
 
@@ -107,7 +107,7 @@ def _exits_reported(failure: FirstFailure) -> Iterator[None]:
             text = f"{_name()} was ended by os._exit({status}), called at:\n{stack}"
             speaks, code = failure.claim(1, text)
             if speaks:
-                print(text, file=sys.stderr, flush=True)
+                tell(text)
             if _is_alone():
                 failure.forget()
         leave(code)
@@ -163,7 +163,7 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
         code, text = 1, f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}"
     speaks, code = failure.claim(code, text)
     if speaks:
-        print(text, file=sys.stderr)
+        tell(text)
     return code
 
 

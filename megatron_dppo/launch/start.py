@@ -23,7 +23,7 @@ from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
 from megatron_dppo.process.files import open_more_files
 from megatron_dppo.process.lock import refuse_if_held
-from megatron_dppo.process.streams import outlive_readers
+from megatron_dppo.process.streams import outlive_readers, tell
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 from megatron_dppo.settings import as_yaml
 from megatron_dppo.trainer.preflight import checks_of_functions, found_by, mistakes, preflight, prepare_data
@@ -171,7 +171,7 @@ def _say_what_is_left(job: str, config: Config) -> None:
         kept = f"before its first checkpoint (run.checkpoint_every = {every}): the same command begins anew"
     else:
         kept = f"the same command goes on from step {step} of {config.run.steps}, the last checkpoint in {checkpoints}"
-    print(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends", file=sys.stderr)
+    tell(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends")
 
 
 def _for_ranks(ranks: int, marker: Path) -> dict[str, str]:

@@ -367,7 +367,7 @@ def _megatron_optimizer(settings: OptimizerConfig, model: ModelConfig) -> Megatr
         adam_eps=settings.eps,
         clip_grad=settings.clip_grad,
         bf16=model.dtype == "bf16",
-        params_dtype=torch.bfloat16 if model.dtype == "bf16" else torch.float32,
+        params_dtype=model.torch_dtype,
         use_distributed_optimizer=settings.distributed,
     )
 

@@ -15,7 +15,7 @@ so. It adds nothing up over the ranks of one expert, and does not know them when
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -33,16 +33,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from megatron_dppo.config import LoraConfig
-from megatron_dppo.models.shape import DIMENSIONS, PolicyShape
+from megatron_dppo.models.family import DIMENSIONS, ParameterMapping, Split
+from megatron_dppo.models.shape import PolicyShape
 
-FUSED: Mapping[str, tuple[str, ...]] = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-"""The Hugging Face matrices in each of Megatron's linear layers, in the order of its outputs."""
-ROW_PARALLEL = ("linear_proj", "linear_fc2")
 NAME = "lora"
 """Name of the adapters' module in a linear layer."""
 
@@ -62,35 +55,35 @@ class LayerAdapters(torch.nn.ModuleDict):
     """The adapters in one of Megatron's linear layers, by Hugging Face's names.
 
     Args:
-        layer: one of :data:`FUSED`.
+        row: the layer's weight.
         expert: whether the layer is an expert's.
     """
 
     enabled = True
 
     def __init__(
-        self, layer: str, shape: PolicyShape, settings: LoraConfig, config: TransformerConfig, *, expert: bool
+        self, row: ParameterMapping, shape: PolicyShape, lora: LoraConfig, config: TransformerConfig, *, expert: bool
     ) -> None:
         super().__init__()
-        self._row_parallel, self._expert = layer in ROW_PARALLEL, expert
+        self._row_parallel, self._expert = row.split is Split.ROW, expert
         self._group = (
             parallel_state.get_expert_tensor_parallel_group()
             if expert
             else parallel_state.get_tensor_model_parallel_group()
         )
         self._sequence_parallel = config.sequence_parallel
-        self._rank, self._scale = settings.rank, settings.scale
+        self._rank, self._scale = lora.rank, lora.scale
         ranks = self._group.size()
-        self._blocks = shape.kv_heads // ranks if layer == "linear_qkv" else 1
+        self._blocks = shape.kv_heads // ranks if row.split is Split.QKV else 1
         """Runs of the layer's outputs: in each, all its matrices have an equal share."""
         self._outputs: list[tuple[str, int]] = []
         """Each matrix of the layer, with adapters or without: its name and its outputs on this rank."""
-        for name in FUSED[layer]:
+        for name in row.modules:
             outputs, inputs = (shape.extents[dimension] for dimension in DIMENSIONS[name])
             inputs, outputs = (inputs // ranks, outputs) if self._row_parallel else (inputs, outputs // ranks)
             self._outputs.append((name, outputs))
-            if name in settings.targets:
-                self[name] = Adapter(settings.rank, inputs, outputs, config)
+            if name in lora.targets:
+                self[name] = Adapter(lora.rank, inputs, outputs, config)
                 self._mark(self[name])
 
     def _mark(self, adapter: Any) -> None:
@@ -173,14 +166,15 @@ def add_adapters(chunk: torch.nn.Module, shape: PolicyShape, settings: LoraConfi
     """
     for parameter in chunk.parameters():
         parameter.requires_grad_(False)
+    rows = shape.family.linear_layers
     for name, layer in list(chunk.named_modules()):
-        kind = name.rpartition(".")[2]
-        if kind not in FUSED or not set(FUSED[kind]) & set(settings.targets):
+        row = rows.get(name.rpartition(".")[2])
+        if row is None or not set(row.modules) & set(settings.targets):
             continue
         expert = ".experts." in name
         count = getattr(layer, "num_gemms", 1) if expert else 1  # of Transformer Engine's grouped layers
         grouped = expert and ".local_experts." not in name
-        made = [LayerAdapters(kind, shape, settings, config, expert=expert) for _ in range(count)]
+        made = [LayerAdapters(row, shape, settings, config, expert=expert) for _ in range(count)]
         layer.add_module(NAME, GroupedAdapters(made) if grouped else made[0])
         layer.register_forward_hook(_add)
     embedding, decoder = getattr(chunk, "embedding", None), chunk.get_submodule("decoder")

@@ -1,4 +1,4 @@
-"""A Qwen on Megatron-Core's GPTModel, with a head that scores response tokens instead of returning logits."""
+"""A policy on Megatron-Core's GPTModel, with a head that scores response tokens instead of returning logits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ NOTHING_BETWEEN: dict[str, Any] = (
 )
 """From megatron-core 0.19 on Transformer Engine can be told that no padding lies between segments. If it is not told,
 each layer compares on the host where segments start and where padded ones do, if it is given both."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_policy(
@@ -100,7 +99,7 @@ def _release_dispatched(chunk: PolicyModel) -> None:
 
 def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig) -> TransformerConfig:
     """Megatron's configuration of a policy. Kernels that need CUDA or Transformer Engine are on where these are."""
-    spec, cuda, dtype = choose_spec(model), torch.cuda.is_available(), DTYPES[model.dtype]
+    spec, cuda, dtype = choose_spec(model), torch.cuda.is_available(), model.torch_dtype
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -108,8 +107,6 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
         ffn_hidden_size=shape.ffn,
-        qk_layernorm=shape.qk_norm,
-        add_qkv_bias=shape.qkv_bias,
         normalization="RMSNorm",
         layernorm_epsilon=shape.rms_eps,
         gated_linear_unit=True,
@@ -150,6 +147,7 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         gradient_accumulation_fusion=False,  # see layer_specs.add_to_main_gradients
         persist_layer_norm=False,
         deterministic_mode=spec == "torch" or model.deterministic,  # torch's embedding then sums in order
+        **shape.family.megatron,
         **_recomputation(shape, model),
         **(_experts(shape, spec) if shape.experts else {}),
     )
@@ -249,6 +247,8 @@ class PolicyModel(GPTModel):
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
         )
+        if shape.rope_scaling is not None:
+            self.rotary_pos_emb.inv_freq = shape.rope_scaling.scale(self.rotary_pos_emb.inv_freq)
         self.shape = shape
         self.temperature = temperature
         self.head_chunk_mib = model.head_chunk_mib

@@ -4,86 +4,64 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.config import replace as with_values
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.families import FAMILIES
+from megatron_dppo.models.family import Family, RopeScaling
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.rl.types import RoutingShape
 
-ARCHITECTURES = {
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Qwen2ForCausalLM": "qwen2",
-}
-"""Supported architectures, as config.json names them, with their ``model_type``. Qwen2.5 uses Qwen2's name."""
 LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
 """Most of what names of tensors are made for; of anything else there may be 10⁹."""
 ROPE_THETA = 10000.0
 """transformers' own, for a config.json that names none."""
 
-DIMENSIONS = {
-    "embed_tokens": ("vocabulary", "hidden"),
-    "lm_head": ("vocabulary", "hidden"),
-    "q_proj": ("queries", "hidden"),
-    "k_proj": ("keys", "hidden"),
-    "v_proj": ("keys", "hidden"),
-    "o_proj": ("hidden", "queries"),
-    "q_norm": ("head",),
-    "k_norm": ("head",),
-    "gate_proj": ("feed_forward", "hidden"),
-    "up_proj": ("feed_forward", "hidden"),
-    "down_proj": ("hidden", "feed_forward"),
-    "gate": ("experts", "hidden"),
-}
-"""The dimensions of a Hugging Face module's weight, outputs first; a bias has the outputs. Of other norms: hidden."""
-
 
 @dataclass(frozen=True, slots=True)
 class PolicyShape:
-    """A Qwen: grouped-query attention, SwiGLU or experts of it, RMSNorm, rotary positions.
+    """The sizes of a policy, of whatever family; beside them config.json's names."""
 
-    Qwen3 normalises its queries and keys; Qwen2.5 gives them, and the values, biases instead.
-    """
-
-    num_layers: int
-    hidden: int
+    num_layers: Annotated[int, "num_hidden_layers"]
+    hidden: Annotated[int, "hidden_size"]
     """Width of the residual stream."""
-    heads: int
+    heads: Annotated[int, "num_attention_heads"]
     """Query heads."""
-    kv_heads: int
+    kv_heads: Annotated[int, "num_key_value_heads"]
     """Key and value heads; each serves ``heads / kv_heads`` query heads."""
-    head_dim: int
+    head_dim: Annotated[int, "head_dim"]
     """Width of one head; heads · head_dim need not be ``hidden``."""
-    ffn: int
+    ffn: Annotated[int, "intermediate_size"]
     """Width of the feed-forward layer, or of each expert: of the gate and of the up projection, each."""
-    vocab_size: int
+    vocab_size: Annotated[int, "vocab_size"]
     """Tokens, before any padding."""
-    tied: bool
+    tied: Annotated[bool, "tie_word_embeddings"]
     """Whether the output layer is the embedding."""
-    rope_theta: float
+    rope_theta: Annotated[float, "rope_theta"]
     """Base of the rotary frequencies."""
-    rms_eps: float
-    max_positions: int
+    rms_eps: Annotated[float, "rms_norm_eps"]
+    max_positions: Annotated[int, "max_position_embeddings"]
     """Longest sequence that the policy was made for, in tokens."""
     architecture: str = "Qwen3ForCausalLM"
-    """One of :data:`ARCHITECTURES`."""
+    """One of :data:`families.FAMILIES`."""
     experts: int = 0
     """Experts in every layer; 0: a dense policy."""
     experts_per_token: int = 0
     renormalises_experts: bool = True
     """Whether the weights of a token's experts are made to sum to one."""
+    rope_scaling: RopeScaling | None = None
 
-    def with_experts(self, experts: int, *, per_token: int) -> PolicyShape:
-        """The Qwen3-MoE of these sizes."""
-        return replace(self, architecture="Qwen3MoeForCausalLM", experts=experts, experts_per_token=per_token)
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
 
     @property
     def extents(self) -> dict[str, int]:
-        """How much there is of what :data:`DIMENSIONS` names."""
+        """How much there is of what :data:`family.DIMENSIONS` names."""
         return {
             "vocabulary": self.vocab_size,
             "hidden": self.hidden,
@@ -100,12 +78,25 @@ class PolicyShape:
         return RoutingShape(self.num_layers, self.experts_per_token, self.experts)
 
     @property
-    def qk_norm(self) -> bool:
-        return self.architecture != "Qwen2ForCausalLM"
+    def config_sizes(self) -> dict[str, Any]:
+        """Values of its fields under config.json's names, where ``|`` is between an earlier and a later one."""
+        return {name: getattr(self, field) for field, name in (*KEYS.items(), *self.family.keys.items())}
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.architecture == "Qwen2ForCausalLM"
+    def as_config(self) -> dict[str, Any]:
+        """The part of a config.json that :func:`read_shape` reads."""
+        family, scaling = self.family, self.rope_scaling
+        return {
+            "architectures": [self.architecture],
+            "model_type": family.model_type,
+            **{name.partition(" | ")[0]: size for name, size in self.config_sizes.items()},
+            "rope_scaling": scaling and {"rope_type": scaling.rope_type, **asdict(scaling)},
+            **{name: values[0] for name, values in family.supported.items()},
+        }
+
+
+FIELDS = get_type_hints(PolicyShape, include_extras=True)
+KEYS = {name: kind.__metadata__[0] for name, kind in FIELDS.items() if get_origin(kind) is Annotated}
+"""config.json's names of the fields that policies of every family have."""
 
 
 def read_shape(path: str | Path) -> PolicyShape:
@@ -117,10 +108,8 @@ def read_shape(path: str | Path) -> PolicyShape:
     file = Path(path) / "config.json"
     if not file.is_file():
         problem = "has no config.json" if Path(path).is_dir() else "is not a directory"
-        remedy = (
-            "give the directory of a Qwen3 model or its id on the hub; `megatron-dppo init` makes a fresh policy, and "
-            "`megatron-dppo sft` warms it up"
-        )
+        made = "`megatron-dppo init` makes a fresh policy, and `megatron-dppo sft` warms it up"
+        remedy = f"give the directory of a model, or its id on the hub; {made}"
         raise UserError("model.path", path, problem, remedy)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -130,38 +119,47 @@ def read_shape(path: str | Path) -> PolicyShape:
     if not isinstance(config, dict):
         raise UserError("model.path", path, "its config.json is no JSON object", "fetch the model again")
     try:
-        _refuse_other_models(path, config)
-        return _shape(config)
-    except KeyError as error:
-        raise UserError("model.path", path, f"its config.json has no {error}", "fetch the model again") from error
-    except ValueError as error:
-        raise UserError("model.path", path, f"its config.json has {error}", "fetch the model again") from error
+        return _shape(path, config)
+    except (KeyError, ValueError) as error:
+        found = f"no {error}" if isinstance(error, KeyError) else error
+        raise UserError("model.path", path, f"its config.json has {found}", "fetch the model again") from error
 
 
-def _shape(config: dict[str, Any]) -> PolicyShape:
-    heads, (architecture,) = _count(config, "num_attention_heads"), config["architectures"]
-    moe, dense_qwen3 = architecture == "Qwen3MoeForCausalLM", architecture == "Qwen3ForCausalLM"
-    thetas = _rope(config).get("rope_theta"), config.get("rope_theta")
-    # Only the dense Qwen3's files never leave it out.
-    head_dim_given = dense_qwen3 or config.get("head_dim") is not None
-    return PolicyShape(
-        num_layers=_count(config, "num_hidden_layers"),
-        hidden=_count(config, "hidden_size"),
-        heads=heads,
-        kv_heads=_count(config, "num_key_value_heads"),
-        head_dim=_count(config, "head_dim") if head_dim_given else _count(config, "hidden_size") // heads,
-        ffn=_count(config, "moe_intermediate_size" if moe else "intermediate_size"),
-        vocab_size=_count(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        rope_theta=_number("rope_theta", next((each for each in thetas if each is not None), ROPE_THETA)),
-        rms_eps=_number("rms_norm_eps", config["rms_norm_eps"]),
-        max_positions=_count(config, "max_position_embeddings"),
-        architecture=architecture,
-        # Transformers 5 writes num_local_experts; before, it was num_experts.
-        experts=_count(config, "num_local_experts" if config.get("num_local_experts") else "num_experts") if moe else 0,
-        experts_per_token=_count(config, "num_experts_per_tok") if moe else 0,
-        renormalises_experts=bool(config.get("norm_topk_prob", False)) if moe else True,
-    )
+def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
+    family, rope = _family(path, config), _rope(config)
+    heads, rope_type = _count(config, "num_attention_heads"), rope.get("rope_type", rope.get("type", "default"))
+    absent = {"head_dim": _count(config, "hidden_size") // heads, "num_key_value_heads": heads}
+    thetas = (rope.get("rope_theta"), config.get("rope_theta"), ROPE_THETA)
+    config = {
+        **config,
+        **{name: absent[name] for name in family.optional if config.get(name) is None},
+        "rope_theta": next(theta for theta in thetas if theta is not None),
+        "rope_type": rope_type,
+    }
+    scalings = {scaling.rope_type: scaling for scaling in family.rope_scalings}
+    for name, values in {**family.supported, "rope_type": ("default", *scalings)}.items():
+        if (value := config.get(name, values[0])) not in values:
+            possible = " or ".join(map(json.dumps, values))
+            problem = f"its config.json has {name} = {json.dumps(value):.60}, which is not supported"
+            raise UserError("model.path", path, problem, f"give a model whose {name} is {possible}")
+    sizes = {field: _value(config, name, FIELDS[field]) for field, name in {**KEYS, **family.keys}.items()}
+    if scaling := scalings.get(rope_type):
+        sizes["rope_scaling"] = scaling(**{each.name: _number(each.name, rope[each.name]) for each in fields(scaling)})
+    shape = PolicyShape(**sizes, architecture=family.architecture)
+    if shape.experts_per_token == 1 and shape.renormalises_experts:
+        problem = "it gives every token a single expert, always of weight one, which is not supported"
+        raise UserError("model.path", path, problem, "give a model whose num_experts_per_tok is 2 or more")
+    return shape
+
+
+def _value(config: dict[str, Any], name: str, annotation: Any) -> Any:
+    """The value of a field with this annotation, under the last of its names that has one."""
+    first, *others = name.split(" | ")
+    name = next((each for each in reversed(others) if config.get(each)), first)
+    kind = getattr(annotation, "__origin__", annotation)
+    if kind is bool:
+        return bool(config.get(name, False))
+    return _number(name, config[name]) if kind is float else _count(config, name)
 
 
 def _count(config: dict[str, Any], key: str) -> int:
@@ -187,34 +185,19 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _refuse_other_models(path: str | Path, config: dict[str, Any]) -> None:
-    """Refuse what would load and then compute something else."""
+def _family(path: str | Path, config: dict[str, Any]) -> Family:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ValueError(f"architectures = {json.dumps(architectures):.60}, which is no list of names")
-    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+    if len(architectures) != 1 or architectures[0] not in FAMILIES:
         found = ", ".join(architectures) or config.get("model_type") or "of no named kind"
-        known = " or ".join(ARCHITECTURES)
+        known = " or ".join(FAMILIES)
         raise UserError("model.path", path, f"holds a model that is {found}", f"give one that is {known}")
-    known = ARCHITECTURES[architectures[0]]
-    if (kind := config.get("model_type", known)) != known:
-        problem = f"its config.json says that {architectures[0]} is of model_type {json.dumps(kind):.60}"
-        raise UserError("model.path", path, problem, f"set it to {known}, or fetch the model again")
-    rope = _rope(config)
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    unsupported = {
-        f"scales its rotary positions ({scaling})": scaling != "default",
-        "attends through a sliding window": bool(config.get("use_sliding_window")),
-        "has biases in its attention": bool(config.get("attention_bias")),
-        "has dense layers among those with experts": bool(config.get("mlp_only_layers"))
-        or config.get("decoder_sparse_step", 1) != 1,
-        "gives every token a single expert, always of weight one": bool(config.get("norm_topk_prob"))
-        and config.get("num_experts_per_tok") == 1,
-        f"has the activation {config.get('hidden_act')}": config.get("hidden_act", "silu") != "silu",
-    }
-    for problem, found in unsupported.items():
-        if found:
-            raise UserError("model.path", path, f"it {problem}, which is not supported", "give a plain Qwen")
+    family = FAMILIES[architectures[0]]
+    if (kind := config.get("model_type", family.model_type)) != family.model_type:
+        problem = f"its config.json says that {family.architecture} is of model_type {json.dumps(kind):.60}"
+        raise UserError("model.path", path, problem, f"set it to {family.model_type}, or fetch the model again")
+    return family
 
 
 def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
@@ -315,27 +298,17 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return (vocab_size + unit - 1) // unit * unit
 
 
-def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> PolicyShape:
-    sizes = layers, hidden, heads, kv_heads, 128, ffn, 151936
-    return PolicyShape(*sizes, tied, rope_theta=1e6, rms_eps=1e-6, max_positions=40960)
-
-
 PUBLISHED = {
-    "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tied=True),
-    "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 6144, tied=True),
-    "qwen3-4b": _qwen3(36, 2560, 32, 8, 9728, tied=True),
-    "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288),
-    "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
-    "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 768).with_experts(128, per_token=8),
-    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 4, 1536).with_experts(128, per_token=8),
+    name: PolicyShape(**sizes, architecture=family.architecture)
+    for family in FAMILIES.values()
+    for name, sizes in family.published.items()
 }
-"""The sizes of the published Qwen3 models."""
+"""The sizes of the published models, by lower-case name."""
 VARIANTS = ("-fp8", "-base", "-instruct-2507", "-thinking-2507", "-instruct", "-thinking")
 
 
 def published(path: str) -> str | None:
-    """The published Qwen3 that a path or an id is called after, as a key of ``PUBLISHED``."""
+    """The published model that a path or an id is called after, as a key of ``PUBLISHED``."""
     name = Path(path).name.lower()
     for variant in VARIANTS:
         name = name.removesuffix(variant)

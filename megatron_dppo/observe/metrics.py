@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.loggers import Loggers
 from megatron_dppo.process.files import replacing_file
+from megatron_dppo.process.streams import tell
 
 FILE = "metrics.jsonl"
 
@@ -163,7 +163,7 @@ def _drop_rows_past(file: Path, step: int) -> None:
     last = max((row["step"] for _, row in rows), default=0)
     if step > 0 and last < step:
         text = f"note: {file} ends at step {last}, and the run goes on from step {step}: the rows between are lost"
-        print(text, file=sys.stderr, flush=True)
+        tell(text)
     with replacing_file(file) as partial, partial.open("wb") as rewritten:
         rewritten.writelines(line + b"\n" for line in kept)
         rewritten.flush()

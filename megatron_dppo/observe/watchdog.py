@@ -31,6 +31,7 @@ from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine, open_store
 from megatron_dppo.parallel.world import WAITED, World
 from megatron_dppo.process import progress
+from megatron_dppo.process.streams import tell
 
 FRAMES = 8
 """Innermost frames of a stack that the log shows."""
@@ -126,7 +127,7 @@ class Watchdog:
         if since > self._spoken_of:
             self._spoken_of = since
             who = f"{rank} on {socket.gethostname()}"
-            print("\n".join(_paragraph(who, phase, still, "", stack)), file=sys.stderr, flush=True)
+            tell("\n".join(_paragraph(who, phase, still, "", stack)))
         if still > self._end_s and phase in UNLIMITED:
             problem = f"rank {rank} has stood still for so long in {phase or 'no phase'}, at:\n{stack.rstrip()}"
             remedy = "Mend what hangs there, or raise rollout.timeout_s"
@@ -168,7 +169,7 @@ class Watchdog:
         new = [rank for rank in late if (rank, heartbeats[rank].entered) not in self._named]
         if new:
             self._named |= {(rank, heartbeats[rank].entered) for rank in new}
-            print(_describe(new, heartbeats, self._stacks(new)), file=sys.stderr, flush=True)
+            tell(_describe(new, heartbeats, self._stacks(new)))
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where those ranks stand, as far as they answer within two of their heartbeats."""

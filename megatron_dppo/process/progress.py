@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
+from megatron_dppo.process.streams import tell
+
 SAY_EVERY_S = 10.0
 """Between two lines, where there is no terminal for a bar."""
 GB = 10**9
@@ -76,12 +78,12 @@ def progress(what: str, total: float, *, unit: Unit = "count", done: int = 0, sh
                 spoke = now
                 left = f"{(now - began) * (total - so_far) / (so_far - done):.0f} s left"
                 words = ", ".join(filter(None, (_of(so_far, total, unit), said, left)))
-                print(f"{what}: {words}", file=sys.stderr, flush=True)
+                tell(f"{what}: {words}")
 
         yield advance
     if shown and not drawn:
         amount = {"count": f"{total - done:,.0f}", "bytes": f"{(total - done) / GB:.2f} GB", "share": "done"}[unit]
-        print(f"{what}: {amount} in {time.monotonic() - began:.2f} s", file=sys.stderr, flush=True)
+        tell(f"{what}: {amount} in {time.monotonic() - began:.2f} s")
 
 
 @contextmanager

@@ -70,8 +70,16 @@ class _Stream(io.FileIO):
                     os.close(nowhere)
                 if self.fileno() == 1:
                     words = f"note  standard output cannot be written to ({error.strerror}): the run goes on without it"
-                    print(words, file=sys.stderr)
+                    tell(words)
             return memoryview(data).nbytes  # type: ignore[arg-type]
+
+
+def tell(text: str) -> None:
+    """Print text for the user on standard error, at once.
+
+    Results of commands go to standard output, and a run's lines to its console.
+    """
+    print(text, file=sys.stderr, flush=True)
 
 
 def outlive_readers() -> None:

@@ -16,7 +16,7 @@ from megatron_dppo.rehearse.booking import tensor_bytes
 from megatron_dppo.rehearse.dispatch import RehearsalMode, check_on_device
 
 Tensor = torch.Tensor
-DTYPES = {0: torch.uint8, 2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
+TE_DTYPES = {0: torch.uint8, 2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat16}
 """Torch types by the compiled module's numbers."""
 STAND_INS: dict[str, Callable[..., Any]] = {}
 """All stand-ins by name."""
@@ -106,7 +106,7 @@ def generic_gemm(
     accumulate: bool, use_split_accumulator: bool, **rest: Any,
 ) -> list[Tensor | None]:  # fmt: skip
     rows, columns, inner = _sizes(A, transA, B, transB)
-    dtype = A.dtype if output_dtype is None else DTYPES[int(output_dtype)]
+    dtype = A.dtype if output_dtype is None else TE_DTYPES[int(output_dtype)]
     out = _empty((rows, columns) if transB else (*B.shape[:-1], columns), dtype) if D is None else D
     _require(out.numel() == rows * columns, f"product of {rows} x {columns} into {tuple(out.shape)}")
     _require(out.dtype == dtype, f"product of type {dtype} into {out.dtype}")
@@ -138,7 +138,7 @@ def te_general_grouped_gemm(
 def rmsnorm_fwd(
     input: Tensor, weight: Tensor, eps: float, ln_out: Tensor | None, quantizer: Any, otype: Any, *rest: Any
 ) -> list[Tensor | None]:
-    out = _empty(input.shape, DTYPES[int(otype)]) if ln_out is None else ln_out
+    out = _empty(input.shape, TE_DTYPES[int(otype)]) if ln_out is None else ln_out
     deviations = _empty((input.numel() // input.shape[-1],), torch.float32)
     _run("rmsnorm_fwd", (input, weight), (out, deviations))
     return [out, None, deviations]
@@ -169,7 +169,7 @@ def get_fused_attn_backend(asked: Any, q_dtype: Any = None, *rest: Any) -> Any:
     compiled: Any = sys.modules["transformer_engine_torch"]
     backends = compiled.NVTE_Fused_Attn_Backend
     number = int(asked.qkv_dtype if q_dtype is None else q_dtype)
-    half = DTYPES.get(number) in (torch.float16, torch.bfloat16)
+    half = TE_DTYPES.get(number) in (torch.float16, torch.bfloat16)
     chosen = backends.NVTE_F16_arbitrary_seqlen if half else backends.NVTE_No_Backend
     return (chosen, "") if q_dtype is None else chosen
 

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.rl.intervals import Estimate, estimate
 from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Floats, Ints, Segments
 
@@ -193,18 +194,8 @@ def _of_nodes(slots: NDArray[Number], nodes: int) -> NDArray[Number]:
     return slots[:, :: slots.shape[1] // nodes]
 
 
-BOOTSTRAP_DRAWS, LEVELS = 2000, (0.025, 0.975)
-"""Bootstrap over prompts: draws, levels of the intervals."""
-
-
-@dataclass(frozen=True, slots=True)
-class BootstrapInterval:
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+BOOTSTRAP_DRAWS = 2000
+"""Draws of the bootstrap over prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +251,7 @@ class ForkStatistics:
         tree = 1.0 + (1.0 - of_rewards + of_rewards / children) / (roots - 1)
         return flat / (tree * (1.0 - within + within / children) * (1.0 - after + children * after))
 
-    def best(self, leaves: int) -> tuple[int, int, BootstrapInterval]:
+    def best(self, leaves: int) -> tuple[int, int, Estimate]:
         """Roots, children and gain of the tree whose interval has the highest lower end.
 
         Trees have two roots and two children at least, and about as many leaves as asked.
@@ -279,7 +270,7 @@ def _share(between: Floats, within: Floats) -> Floats:
     return share
 
 
-def interval(of: Callable[[Ints], Floats], prompts: int) -> BootstrapInterval:
+def interval(of: Callable[[Ints], Floats], prompts: int) -> Estimate:
     """A figure of all prompts, with its interval.
 
     Args:
@@ -287,8 +278,7 @@ def interval(of: Callable[[Ints], Floats], prompts: int) -> BootstrapInterval:
         prompts: n.
     """
     draws = np.random.default_rng(0).integers(0, prompts, (BOOTSTRAP_DRAWS, prompts))
-    low, high = np.nanquantile(of(draws), LEVELS)
-    return BootstrapInterval(float(of(np.arange(prompts))), float(low), float(high))
+    return estimate(float(of(np.arange(prompts))), of(draws))
 
 
 def variance_parts(paths: Floats, responses: Floats, prompts: Floats) -> tuple[Floats, Floats]:

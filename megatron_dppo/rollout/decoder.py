@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import read_shape
 
 
 def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -27,14 +27,10 @@ def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrai
     random state, which is the trainer's, stays as it is.
 
     Raises:
-        UserError: there is no config.json, or the model has layers with a sliding window.
+        UserError: as :func:`read_shape`.
     """
-    if not (path / "config.json").is_file():
-        raise UserError("model.path", path, "there is no config.json in it", "Name a Hugging Face directory")
+    read_shape(path)
     config = AutoConfig.from_pretrained(path)
-    if config.use_sliding_window:
-        problem, remedy = "sliding windows are not implemented", "Use a Qwen model without them"
-        raise UserError(f"{path / 'config.json'}: use_sliding_window", True, problem, remedy)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device)
@@ -47,17 +43,13 @@ class Decoder:
     """Reads tokens into a cache, and says what comes next.
 
     Args:
-        model: a causal Qwen2, Qwen3 or Qwen3-MoE. Parameters of projections that are one product here become views.
+        model: of a supported family. Parameters of projections that are one product here become views.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         body, config = model.model, model.config
-        self._embedding, self._rotary, self._norm, self._head = (
-            body.embed_tokens,
-            body.rotary_emb,
-            body.norm,
-            model.lm_head,
-        )
+        self._embedding, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, body.norm
+        self._head = model.lm_head
         self._layers = [_Layer(layer, config) for layer in body.layers]
         self._cos = self._sin = self._embedding.weight.new_empty(0, 1, 0)
 

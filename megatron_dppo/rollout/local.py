@@ -50,7 +50,7 @@ class LocalEngine(RolloutEngine[GenerationResult]):
         conversations: has conversations in place of single continuations.
 
     Raises:
-        UserError: there is no config.json, or the model has layers with a sliding window.
+        UserError: as :func:`read_shape`.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.process.progress import moved
+from megatron_dppo.process.streams import tell
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, joined
 from megatron_dppo.rollout.conversation_checks import check_ids
@@ -177,7 +177,7 @@ class _Conversations:
             raise UserError("rollout.timeout_s", f"{of.end_s:g}", f"passed in which none ended of {who}", remedy)
         if not self._named:
             self._named = True
-            print(f"late: none has ended for {still:.0f} s of {who}", file=sys.stderr, flush=True)
+            tell(f"late: none has ended for {still:.0f} s of {who}")
 
     async def _wait(self, under_way: Sequence[Place]) -> None:
         """Until one of them asks or ends, or it is time to look at them again."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_dppo.rl.types import Routing, RoutingShape
 
@@ -17,9 +16,9 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._heard: list[torch.Tensor] | None = None
-        for module in model.modules():
-            if isinstance(module, Qwen3MoeTopKRouter):
-                module.register_forward_hook(self._hear)
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.register_forward_hook(self._hear)
 
     def _hear(self, router: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, ...]) -> None:
         if self._heard is not None:

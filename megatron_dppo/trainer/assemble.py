@@ -23,7 +23,7 @@ from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id
 from megatron_dppo.evaluation.evaluator import EvalProblem, held_out
 from megatron_dppo.models.actor import Actor, Policy
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
-from megatron_dppo.models.policy import DTYPES, PolicyModel
+from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.layout import resolve_layout
@@ -44,8 +44,6 @@ from megatron_dppo.trainer.preflight import label_check
 
 P_co = TypeVar("P_co", bound=Policy, covariant=True)
 FrozenT = TypeVar("FrozenT", bound=Policy)
-MAX_SHARD_BYTES = 5 * 2**30
-"""Size of a safetensors shard, as the hub's own files have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +90,12 @@ class PolicyParts(Generic[P_co]):
             return engine
         make = self.world.together(lambda: engine_maker(self.config), what="import of an engine")
         if make is not None:
-            return make(model.folder, device=self.world.device, dtype=DTYPES[model.dtype], world=self.world)
+            return make(model.folder, device=self.world.device, dtype=model.torch_dtype, world=self.world)
         conversations = self.world.together(lambda: local_conversations(self.config), what="import of a conversation")
         return LocalEngine(
             model.folder,
             device=self.world.device,
-            dtype=DTYPES[model.dtype],
+            dtype=model.torch_dtype,
             max_batch=rollout.max_batch,
             world=self.world,
             conversations=conversations,
@@ -177,41 +175,29 @@ class PolicyParts(Generic[P_co]):
 
     def check_export(self, out: Path, *, setting: str) -> None:
         """Find out now, rather than after the last step, whether ``export`` may write there. Collective."""
-        size = plan_files(self.shape, MAX_SHARD_BYTES, DTYPES[self.config.model.dtype]).total_bytes
+        size = plan_files(self.shape, self.config.model.torch_dtype).total_bytes
         self.world.from_leader(lambda: check_destination(self.config.model.folder, out, size, setting))
 
     def export(self, out: Path, *, setting: str) -> None:
         """Write the actor as a Hugging Face directory; ``setting`` is what an error names. Collective."""
-        export_hf(
-            self.actor.chunks,
-            self.world,
-            source=self.config.model.folder,
-            out=out,
-            max_shard_bytes=MAX_SHARD_BYTES,
-            dtype=DTYPES[self.config.model.dtype],
-            setting=setting,
-        )
+        model, chunks = self.config.model, self.actor.chunks
+        export_hf(chunks, self.world, source=model.folder, out=out, dtype=model.torch_dtype, setting=setting)
 
     def check_export_run(self) -> None:
         """:meth:`check_export` for all that :meth:`export_run` writes."""
         folder, model = Path(self.config.run.dir), self.config.model
         self.check_export(folder / "hf", setting="run.dir")
         if model.lora.rank:
-            plan = plan_adapter_file(self.shape, model.lora, DTYPES[model.dtype])
+            plan = plan_adapter_file(self.shape, model.lora, model.torch_dtype)
             self.world.from_leader(lambda: check_adapter_destination(folder / "adapter", plan))
 
     def export_run(self) -> None:
         """Write what the run has come to into its folder: the policy, and its adapters alone, if it has any."""
-        folder = Path(self.config.run.dir)
+        folder, model = Path(self.config.run.dir), self.config.model
         self.export(folder / "hf", setting="run.dir")
-        if self.config.model.lora.rank:
-            export_adapter(
-                self.actor.chunks,
-                self.world,
-                base=self.config.model.checkpoint or self.config.model.path,
-                out=folder / "adapter",
-                dtype=DTYPES[self.config.model.dtype],
-            )
+        if model.lora.rank:
+            base, out = model.checkpoint or model.path, folder / "adapter"
+            export_adapter(self.actor.chunks, self.world, base=base, out=out, dtype=model.torch_dtype)
 
 
 def assemble_policy(config: Config, world: World, *, temperature: float) -> PolicyParts[Actor]:

@@ -14,7 +14,6 @@ import io
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,9 +45,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
 from megatron_dppo.models.optimizer_state import optimizer_parts
-from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
+from megatron_dppo.process.streams import tell
 from megatron_dppo.trainer.fingerprints import fingerprints
 from megatron_dppo.trainer.shard_writer import ShardWriter, Stage
 from megatron_dppo.trainer.writer import FILES, Writer, read_state, write_state
@@ -75,7 +74,7 @@ class Checkpoints:
         self._folder = Path(config.run.dir) / "checkpoints"
         self._source, self._keep, self._world = config.model.folder, config.run.keep_checkpoints, world
         self._background, self._durable = config.run.checkpoint_in_background, config.run.checkpoint_durable
-        self._dtype = DTYPES[config.model.dtype]
+        self._dtype = config.model.torch_dtype
         self._writer = world.from_leader(lambda: Writer.of(config, choose_spec(config.model)))
         self._files = world.from_leader(lambda: fingerprints(config))
         self._stage = Stage()
@@ -188,7 +187,7 @@ class Checkpoints:
         place = latest_checkpoint(self._folder)
         if place is not None and not (self._folder / TRACKER).exists():
             text = f"note: {self._folder} has no {TRACKER}: the run goes on from {place.name}, the newest that is whole"
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
         return place
 
     def _check(self, place: Path) -> None:

@@ -64,7 +64,7 @@ class Writer:
 
     tp: int
     pp: int
-    dtype: str
+    dtype: Literal["fp32", "bf16"]
     optimizer: Literal["plain", "fully_reshardable", "dp_reshardable"]
     """Every rank its whole shard's state, or the distributed optimizer's, in one of its formats."""
     spec: str | None

@@ -28,7 +28,7 @@ QWEN3 = PolicyShape(1, 12, 6, 3, 4, 10, 37, False, 1e6, 1e-6, 128)
 SHAPES = {
     "Qwen3": QWEN3,
     "Qwen2.5": replace(QWEN3, architecture="Qwen2ForCausalLM"),
-    "Qwen3-MoE": QWEN3.with_experts(2, per_token=1),
+    "Qwen3-MoE": replace(QWEN3, architecture="Qwen3MoeForCausalLM", experts=2, experts_per_token=1),
 }
 
 

@@ -19,7 +19,7 @@ NORM = "model.norm.weight"
 
 @pytest.fixture
 def plan() -> FilePlan:
-    return plan_files(SHAPE, 4000, torch.bfloat16)
+    return plan_files(SHAPE, torch.bfloat16, 4000)
 
 
 def test_tensors_may_come_in_any_order_and_type(tmp_path: Path, plan: FilePlan) -> None:

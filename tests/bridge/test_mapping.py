@@ -15,9 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_dppo.bridge.load import fill_parameter
-from megatron_dppo.bridge.mapping import TABLES, Entry, entries, expected_tensors
+from megatron_dppo.bridge.mapping import Entry, entries, expected_tensors
 from megatron_dppo.bridge.stream import fill_tensors
 from megatron_dppo.config import LayoutConfig
+from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 from megatron_dppo.parallel.layout import stage_layers
 
@@ -34,10 +35,10 @@ SHAPE = PolicyShape(
     rms_eps=1e-6,
     max_positions=128,
 )
+EXPERTS = {"experts": 3, "experts_per_token": 2}
 SHAPES = {
-    "Qwen3": SHAPE,
-    "Qwen3-MoE": replace(SHAPE, architecture="Qwen3MoeForCausalLM", experts=3, experts_per_token=2),
-    "Qwen2.5": replace(SHAPE, architecture="Qwen2ForCausalLM"),
+    name: replace(SHAPE, architecture=name, **(EXPERTS if "experts" in family.keys else {}))
+    for name, family in FAMILIES.items()
 }
 of_every_family = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
@@ -45,8 +46,8 @@ of_every_family = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @st.composite
 def shapes(draw: st.DrawFn, tp: int, stages: int) -> PolicyShape:
     """Any small policy of any family that the numbers divide; the vocabulary is divisible by nothing in particular."""
-    architecture = draw(st.sampled_from(sorted(TABLES)))
-    moe = architecture == "Qwen3MoeForCausalLM"
+    architecture = draw(st.sampled_from(sorted(SHAPES)))
+    moe = bool(SHAPES[architecture].experts)
     groups = tp * draw(st.integers(1, 3))
     return PolicyShape(
         num_layers=stages * draw(st.integers(1, 2)),
@@ -170,7 +171,7 @@ def test_norms_that_transformer_engine_fuses_into_the_next_linear_are_the_same_t
 
 
 def test_experts_one_by_one_are_the_same_tensors_as_grouped() -> None:
-    tensors = {name: list(entry.tensors) for entry in entries(SHAPES["Qwen3-MoE"]) for name in entry.megatron}
+    tensors = {name: list(entry.tensors) for entry in entries(SHAPES["Qwen3MoeForCausalLM"]) for name in entry.megatron}
     mlp = "layers.3.mlp.experts."
     for name in ("linear_fc2.weight2", "local_experts.2.linear_fc2.weight"):
         assert tensors[f"decoder.{mlp}{name}"] == [f"model.{mlp}2.down_proj.weight"]

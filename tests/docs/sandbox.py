@@ -47,10 +47,10 @@ class Sandbox:
         shown = blocks(document) if document.endswith(".md") else []
         changes = [block.text for block in shown if block.language == "diff"]
         code = ("megatron_dppo", "tests")
-        self._is_changed = bool(changes)
-        for name in ("configs", *(code if changes else ())):
+        self._is_changed = bool(changes) or any(block.title.startswith(code) for block in shown)
+        for name in ("configs", *(code if self._is_changed else ())):
             shutil.copytree(ROOT / name, folder / name)
-        for name in (*LINKED, *(() if changes else code)):
+        for name in (*LINKED, *(() if self._is_changed else code)):
             (folder / name).symlink_to(ROOT / name)
         if quickstart is not None:
             shutil.copytree(quickstart, folder / "runs/quickstart")

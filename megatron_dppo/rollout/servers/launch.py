@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from megatron_dppo.config import Config, LoraConfig, RolloutConfig
+from megatron_dppo.config import DTYPES, Config, LoraConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
 from megatron_dppo.rollout.servers import vllm
@@ -27,7 +27,6 @@ NODES = "SLURM_JOB_NODELIST_HET_GROUP_1"
 SECRET = "MEGATRON_DPPO_SERVER_SECRET"
 """Environment variable with the API key that given servers were started with."""
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DEFAULT_COMMANDS = {"sglang": (sys.executable, "-m", "sglang.launch_server"), "vllm": ("vllm", "serve")}
 OUR_FLAGS = {
     "sglang": ("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size", "--dtype",

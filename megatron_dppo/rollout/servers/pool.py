@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_dppo.config import Config, LoraConfig
+from megatron_dppo.config import DTYPES, Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient, ServerInfo
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.launch import DTYPES, adapter_flags, base_command, server_urls
+from megatron_dppo.rollout.servers.launch import adapter_flags, base_command, server_urls
 from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import ADAPTER_ENVIRONMENT, VllmClient

@@ -19,7 +19,6 @@ from megatron_dppo.bridge.hf_directory import adapter_config, plan_adapter_file,
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.policy import DTYPES
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
@@ -30,7 +29,6 @@ from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, addres
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
 """Defaults of ``rollout.sync.bucket_mib``, by the weights' device."""
-MAX_SHARD_BYTES = 5 * 2**30
 
 
 class Transport(Protocol):
@@ -130,10 +128,8 @@ class DiskTransport:
         self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig, folder: Path, adapter: bool
     ) -> None:
         self._http, self._world, self._model, self._folder, self._adapter = http, world, model, folder, adapter
-        dtype = DTYPES[model.dtype]
-        self._plan = (
-            plan_adapter_file(shape, model.lora, dtype) if adapter else plan_files(shape, MAX_SHARD_BYTES, dtype)
-        )
+        dtype = model.torch_dtype
+        self._plan = plan_adapter_file(shape, model.lora, dtype) if adapter else plan_files(shape, dtype)
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         place = self._folder.absolute() / version
@@ -179,7 +175,7 @@ class AdapterTransport:
     def __init__(self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig) -> None:
         self._http, self._world = http, world
         self._config = adapter_config(model.path, model.lora)
-        self._plan = plan_adapter_file(shape, model.lora, DTYPES[model.dtype])
+        self._plan = plan_adapter_file(shape, model.lora, model.torch_dtype)
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         tensors: dict[str, torch.Tensor] = {}

@@ -1,0 +1,43 @@
+"""Llama 2 and 3, SmolLM2: no norms of queries and keys, no biases; from 3.1 on with scaled rotary positions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megatron_dppo.models.family import ATTENTION, MLP, Family, RopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaRopeScaling(RopeScaling):
+    """Llama 3.1's: long waves are slowed by ``factor``, short ones stay, and between them it is interpolated.
+
+    Source: https://github.com/meta-llama/llama-models, ``apply_scaling``.
+    """
+
+    rope_type: ClassVar[str] = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+    def scale(self, frequencies: Any) -> Any:
+        waves = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = ((waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)
+        return frequencies * ((1 - kept) / self.factor + kept)
+
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    rows=(*ATTENTION, *MLP),
+    optional=("head_dim", "num_key_value_heads"),
+    supported={
+        "attention_bias": (False, None),
+        "hidden_act": ("silu",),
+        "mlp_bias": (False, None),
+        "pretraining_tp": (1, None),
+    },
+    rope_scalings=(LlamaRopeScaling,),
+)

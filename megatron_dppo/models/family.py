@@ -1,0 +1,150 @@
+"""A family of models: everything that one file of ``models/families`` tells the package. Needs no torch.
+
+The rows of a Megatron parameter name its Hugging Face tensors, and how ranks share it; families choose among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar
+
+
+class Split(StrEnum):
+    """How a parameter is cut over the tensor-parallel ranks."""
+
+    REPLICATED = "every rank has it whole"
+    COLUMN = "output features (dimension 0) of each tensor in equal parts, a rank's parts stacked: gate, then up"
+    ROW = "input features (dimension 1) in equal parts"
+    VOCABULARY = "tokens (dimension 0) in equal parts, after padding with zeros to what the layout divides"
+    QKV = "query groups in equal parts; within a part, each group's queries, then its key, then its value"
+
+
+REPLICATED, COLUMN, ROW, VOCABULARY, QKV = Split
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterMapping:
+    """One line of a table. In its names ``{layer}`` is counted over all stages, ``{expert}`` over all ranks."""
+
+    split: Split
+    megatron: tuple[str, ...]
+    """The parameter's name, one per layer specification where they differ."""
+    tensors: tuple[str, ...]
+    """Hugging Face's names, in the order of stacking."""
+    is_copy: bool = False
+    """Whether another mapping has these tensors too. Such a parameter is loaded, and never streamed."""
+    rank: int = 0
+    """Rank of the adapter whose matrix A or B this is; 0: a parameter of the policy."""
+
+    @property
+    def key(self) -> str:
+        """The parameter's name in Megatron's distributed format, whatever the specification.
+
+        It has the fused norms' names. Layers and experts are not in it: they are leading dimensions there.
+        """
+        return self.megatron[-1].replace(".{layer}", "").replace(".local_experts.{expert}", ".experts")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Hugging Face's modules of the tensors: ``q_proj``, ``k_proj``, ``v_proj``."""
+        return tuple(name.split(".")[-2] for name in self.tensors)
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether a layer has the parameter once for each expert."""
+        return "{expert}" in self.tensors[0]
+
+
+def layer_row(split: Split, megatron: str, *tensors: str) -> ParameterMapping:
+    """A parameter of every layer. Where layer specifications differ in its name, ``|`` is between the names."""
+    names = tuple("decoder.layers.{layer}." + name for name in megatron.split(" | "))
+    return ParameterMapping(split, names, tuple("model.layers.{layer}." + name for name in tensors))
+
+
+_INPUT_NORM = "input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight"
+_MLP_NORM = "pre_mlp_layernorm.weight | mlp.linear_fc1.layer_norm_weight"
+_EXPERT = "mlp.experts.{expert}."
+_EXPERT_FC1 = "mlp.experts.linear_fc1.weight{expert} | mlp.experts.local_experts.{expert}.linear_fc1.weight"
+_EXPERT_FC2 = "mlp.experts.linear_fc2.weight{expert} | mlp.experts.local_experts.{expert}.linear_fc2.weight"
+
+ATTENTION = (
+    layer_row(REPLICATED, _INPUT_NORM, "input_layernorm.weight"),
+    layer_row(QKV, "self_attention.linear_qkv.weight", *(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    layer_row(ROW, "self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+)
+QK_NORMS = (
+    layer_row(REPLICATED, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    layer_row(REPLICATED, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+)
+QKV_BIAS = layer_row(QKV, "self_attention.linear_qkv.bias", *(f"self_attn.{x}_proj.bias" for x in "qkv"))
+MLP = (
+    layer_row(REPLICATED, _MLP_NORM, "post_attention_layernorm.weight"),
+    layer_row(COLUMN, "mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    layer_row(ROW, "mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+)
+EXPERTS = (
+    layer_row(REPLICATED, "pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    layer_row(REPLICATED, "mlp.router.weight", "mlp.gate.weight"),
+    layer_row(COLUMN, _EXPERT_FC1, _EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight"),
+    layer_row(ROW, _EXPERT_FC2, _EXPERT + "down_proj.weight"),
+)
+DIMENSIONS = {
+    "embed_tokens": ("vocabulary", "hidden"),
+    "lm_head": ("vocabulary", "hidden"),
+    "q_proj": ("queries", "hidden"),
+    "k_proj": ("keys", "hidden"),
+    "v_proj": ("keys", "hidden"),
+    "o_proj": ("hidden", "queries"),
+    "q_norm": ("head",),
+    "k_norm": ("head",),
+    "gate_proj": ("feed_forward", "hidden"),
+    "up_proj": ("feed_forward", "hidden"),
+    "down_proj": ("hidden", "feed_forward"),
+    "gate": ("experts", "hidden"),
+}
+"""The dimensions of a Hugging Face module's weight, outputs first; a bias has the outputs. Of other norms: hidden."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Scaled rotary positions. Subclasses have numbers as fields, under config.json's names."""
+
+    rope_type: ClassVar[str]
+
+    def scale(self, frequencies: Any) -> Any:
+        """Scale ``frequencies``, an array of radians per token."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Family:
+    """A family of decoders with grouped-query attention, SwiGLU or experts of it, RMSNorm, and rotary positions."""
+
+    architecture: str
+    """Its name in config.json: ``Qwen3ForCausalLM``."""
+    model_type: str
+    """The same for transformers, for the pages and for ``init``: ``qwen3``."""
+    rows: tuple[ParameterMapping, ...]
+    """The parameters of a layer."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """Further settings of Megatron's ``TransformerConfig``."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """config.json's names of fields of ``PolicyShape``, where they are not those of :data:`shape.KEYS`. ``|`` is
+    between an earlier and a later name."""
+    optional: tuple[str, ...] = ()
+    """Sizes that config.json may leave out, as readers work them out: ``head_dim``, ``num_key_value_heads``."""
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Settings of config.json with their supported values. The first is the default, and ``init`` writes it."""
+    rope_scalings: tuple[type[RopeScaling], ...] = ()
+    published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Published models by lower-case name: the fields of their ``PolicyShape``."""
+    reads_head_dim: bool = True
+    """Whether every reader takes ``head_dim`` from config.json, so that it need not be ``hidden / heads``."""
+
+    @property
+    def linear_layers(self) -> dict[str, ParameterMapping]:
+        """Rows of the weights of Megatron's linear layers, by a layer's name: ``linear_qkv``."""
+        weights = {row.megatron[0].split(".")[-2]: row for row in self.rows if ".weight" in row.megatron[0]}
+        return {name: row for name, row in weights.items() if name.startswith("linear_")}

@@ -1,0 +1,30 @@
+"""Estimates with the interval that resampling gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_dppo.rl.types import Floats
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure, and the bounds of its interval. Not a number if nothing could be measured."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def estimate(value: float, drawn: Floats) -> Estimate:
+    """``value`` with its percentile bootstrap interval, of the resampled figures ``drawn`` that are numbers."""
+    known, tail = drawn[~np.isnan(drawn)], (1.0 - CONFIDENCE) / 2
+    low, high = np.quantile(known, [tail, 1.0 - tail]) if len(known) else (np.nan, np.nan)
+    return Estimate(value if len(known) else np.nan, float(low), float(high))

@@ -1,0 +1,121 @@
+"""Every family of ``models/families``, found by itself: from transformers' logits to a trained and exported step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.config import (
+    ArithmeticConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PackConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from megatron_dppo.init import write_model
+from megatron_dppo.models.families import FAMILIES
+from megatron_dppo.rollout.engine import generate
+from megatron_dppo.rollout.local import LocalEngine
+from megatron_dppo.train import train
+from tests.bridge.conversions import same, to_hf, to_megatron, weights
+from tests.models.test_logits import LAYOUTS, assert_equal_to_transformers, assert_gradients_equal, score_and_logits
+from tests.ranks import RankPool
+from tests.rollout.test_local import assert_logprobs_of_a_plain_forward, make_prompts, sampling_of, source_of, tokens_of
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(len(solution_str) % 3)
+"""
+
+
+def write_policy(path: Path, architecture: str) -> None:
+    """A policy that ``init`` makes, then with norms and biases that are neither one nor zero."""
+    family = FAMILIES[architecture]
+    experts = 4 if "experts" in family.keys else 0
+    write_model(path, family=family.model_type, experts=experts, vocab_size=131, hidden=48, layers=4, heads=4,
+                kv_heads=2, head_dim=12, ffn=80, tie=False, std=0.15)  # fmt: skip
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors.values():
+        if tensor.ndim == 1:
+            tensor += torch.rand(tensor.shape, generator=generator) - 0.5
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def run_of_training(rank: int, size: int, config: Config) -> None:
+    train(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_transformers_and_converts_generates_trains_and_is_exported(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    policy = tmp_path / "policy"
+    write_policy(policy, family)
+    experts = "experts" in FAMILIES[family].keys
+    for size in (1, 2, 4):
+        layouts = [layout for layout in LAYOUTS.values() if layout.tp * layout.pp * layout.cp == size]
+        layouts = [each for each in layouts if not (experts and each.tp > 1 and not each.sequence_parallel)]
+        calls = [(score_and_logits, policy, layout) for layout in layouts]
+        for layout, results in zip(layouts, ranks.in_turn(size, *calls), strict=True):
+            assert_equal_to_transformers(policy, layout, results)
+    assert_gradients_equal(ranks, policy, tmp_path / "gradients")
+    assert to_megatron(policy, tmp_path / "megatron", "--verify") == 0
+    assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify") == 0
+    assert same(weights(tmp_path / "back"), weights(policy))
+    assert_generates(policy)
+    assert_trains(ranks, tmp_path, policy)
+
+
+def assert_generates(policy: Path) -> None:
+    """The local engine, from the tensors of the files, of which it misses none in silence."""
+    engine = LocalEngine(policy, device=torch.device("cpu"), dtype=torch.float32, max_batch=64)
+    stored = weights(policy)
+    for name in stored:
+        with pytest.raises(ValueError, match=f"model: {name} is missing.$"):
+            engine.update_weights(source_of({each: stored[each] for each in stored if each != name}), version=1)
+    engine.update_weights(source_of(stored), version=2)
+    reference = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    prompts, sampling = make_prompts(3, 11, 1, 6), sampling_of(temperature=1.7)
+    groups = generate(engine, prompts, sampling)
+    assert tokens_of(groups) == tokens_of(generate(engine, prompts, sampling))
+    assert_logprobs_of_a_plain_forward(reference, prompts, groups, 1.7)
+
+
+def assert_trains(ranks: RankPool, folder: Path, policy: Path) -> None:
+    """Two steps with the local engine, whose log-probabilities are the actor's, and what transformers then loads."""
+    run = folder / "run"
+    (folder / "reward.py").write_text(REWARD)
+    config = Config(
+        run=RunConfig(dir=str(run), steps=2),
+        model=ModelConfig(path=str(policy)),
+        layout=LayoutConfig(tp=2, dp=1, sequence_parallel=True),
+        data=DataConfig(
+            chat_template=False, max_prompt_tokens=24, arithmetic=ArithmeticConfig(problems=16, eval_problems=2)
+        ),
+        rollout=RolloutConfig(prompts_per_step=8, samples_per_prompt=4, max_response_tokens=12),
+        reward=RewardConfig(function=f"{folder / 'reward.py'}:compute_score"),
+        pack=PackConfig(max_tokens=256),
+        optimizer=OptimizerConfig(lr=1e-3),
+        eval=EvalConfig(problems=0),
+    )
+    ranks.run(2, run_of_training, config)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step["train/rollout_logprob_abs_diff"] < 1e-5 for step in steps] == [True, True]
+    assert all(step["train/grad_norm"] > 0 for step in steps)
+    _, said = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
+    assert not any(said.values()), said
+    before, after = weights(policy), weights(run / "hf")
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(after[name], before[name]) for name in before)
