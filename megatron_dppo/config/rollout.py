@@ -11,6 +11,9 @@ from pydantic import field_validator
 from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, Fraction, NonNegative, Positive, Seconds, Section
 from megatron_dppo.errors import UserError
 
+ServerKind = Literal["sglang", "vllm"]
+"""Kinds of rollout servers; each has a file of its name in ``rollout/servers``."""
+
 
 class LaunchConfig(Section):
     """Servers that the run starts itself, on the machine of its first rank, and restarts when they die."""
@@ -148,7 +151,7 @@ class TreeConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["local", "sglang", "vllm"] = "local"
+    engine: Literal["local", ServerKind] = "local"
     """Rollout engine: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
     engine_function: str | None = None
     """Factory of an engine of your own, which replaces the local one: a class or function, ``file.py:name`` or
@@ -207,3 +210,8 @@ class RolloutConfig(Section):
     null: 1e-4 in fp32, 0.1 in bf16."""
     max_prob_error: AtLeastOne | None = None
     """Mean of exp |log p difference| past which the run stops; null: 1.001 in fp32, 1.2 in bf16."""
+
+    @property
+    def served(self) -> bool:
+        """Whether servers generate."""
+        return self.engine != "local"

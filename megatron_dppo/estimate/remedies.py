@@ -142,7 +142,7 @@ def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
     if stages := [pp for pp in range(layout.pp + 1, MOST_STAGES + 1) if _stages(pp, shape.num_layers)]:
         yield [{"layout.pp": pp, **(_stages(pp, shape.num_layers) or {})} for pp in stages]
     yield [{"layout.cp": layout.cp * factor} for factor in (2, 4)]
-    if rollout.engine != "local" and isinstance(rollout.launch.tp, int):
+    if rollout.served and isinstance(rollout.launch.tp, int):
         sizes, count = larger(rollout.launch.tp, cluster.gpus_per_node, shape.heads), rollout.launch.count
         fewer = [{"rollout.launch.count": max(count * rollout.launch.tp // tp, 1)} if count else {} for tp in sizes]
         if sizes:

@@ -82,7 +82,7 @@ class PolicyParts(Generic[P_co]):
     def engine(self) -> RolloutEngine[Any]:
         """An engine of this rank's own, without weights until the first sync."""
         model, rollout = self.config.model, self.config.rollout
-        if rollout.engine != "local":
+        if rollout.served:
             from megatron_dppo.rollout.servers.engine import ServerEngine
 
             say = partial(Console(self.config.run.steps).note, again=True)

@@ -26,9 +26,9 @@ from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.custom import conversations_of
 from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
-from megatron_dppo.rollout.servers.launch import SECRET
+from megatron_dppo.rollout.servers.launch import SECRET, spec_of
 from megatron_dppo.rollout.servers.nccl import loaded
-from megatron_dppo.rollout.servers.pool import CLIENTS, Server, ServerPool
+from megatron_dppo.rollout.servers.pool import Server, ServerPool
 from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
@@ -340,7 +340,7 @@ class ServerEngine:
         """One client for each life of a server."""
         if server not in self._clients:
             rollout = self._config.rollout
-            self._clients[server] = CLIENTS[rollout.engine](
+            self._clients[server] = spec_of(rollout.engine).client(
                 server.url,
                 self._http,
                 secret=self.secret,
