@@ -21,7 +21,7 @@ from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, TryAgainError, joined
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
-from megatron_dppo.rollout.servers.http import Http, ServerError, readable
+from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
 
 T = TypeVar("T")
 AGAIN_S = 0.3
@@ -160,7 +160,7 @@ class Conversations:
         client = partial(ConversationClient, function=self._function, prompt=prompt, sampling=sampling, server=server)
         client = partial(client, spans=read_versions, timeout_s=self._timeout_s)
         clients = [client(number=number) for number in range(sampling.samples)]
-        future = self._thread.start(self._converse(clients))
+        future = self._thread.start(run_all(self._one(client) for client in clients))
         self._begun[prompt.id] = time.monotonic()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
@@ -169,14 +169,6 @@ class Conversations:
             raise ConversationError(server.url, problem, alive=True) from None
         finally:
             self._begun.pop(prompt.id, None)
-
-    async def _converse(self, clients: Sequence[ConversationClient]) -> list[Completion]:
-        one = [asyncio.create_task(self._one(client)) for client in clients]
-        try:
-            return list(await asyncio.gather(*one))
-        finally:
-            for task in one:
-                task.cancel()
 
     async def _one(self, client: ConversationClient) -> Completion:
         try:
