@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
-import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 
 from megatron_dppo import __version__
+from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.launch.start import usable_cores
 from megatron_dppo.rehearse.requirements import missing_parts
+from megatron_dppo.rollout.servers.launch import spec_of
 
 PACKAGES: dict[str, tuple[str, str]] = {
     "torch": ("torch", "torch"),
@@ -57,8 +58,7 @@ def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str
     engine = on_gpu and installed["Transformer Engine"] is not None
     fused = "Transformer Engine" if engine else "Apex" if on_gpu and installed["Apex"] else None
     # Servers that a run can start without being told how.
-    servers = {"sglang": importlib.util.find_spec("sglang"), "vllm": shutil.which("vllm")}
-    found = [name for name, here in servers.items() if here is not None]
+    found = [kind for kind in get_args(ServerKind) if spec_of(kind).installed]
     missing = missing_parts()
     return {
         "device": "CUDA over NCCL" if on_gpu else "CPU over gloo",

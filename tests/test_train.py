@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +16,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Completions, Sampling, WeightSource
-from megatron_dppo.rollout.local import GenerationResult, LocalEngine
+from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.train import train
 from tests.ranks import RankPool
 from tests.runs import REWARD, configure, rows, write_run
@@ -33,7 +34,7 @@ def told(rank: int, size: int, config: Config) -> tuple[list[str], str, str]:
     heard: list[str] = []
 
     class Hearing(LocalEngine):
-        def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> GenerationResult:
+        def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Future[Completions]:
             heard.append("begin")
             return super().begin(prompts, sampling)
 

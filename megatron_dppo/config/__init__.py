@@ -197,6 +197,6 @@ class Config(Section):
 
     def _check_batch(self) -> None:
         samples, batch = self.eval.samples, self.rollout.max_batch
-        if self.rollout.engine == "local" and self.rollout.engine_function is None and samples > batch:
+        if not self.rollout.served and self.rollout.engine_function is None and samples > batch:
             problem = f"cannot hold the eval.samples = {samples} of a single problem"
             raise UserError("rollout.max_batch", batch, problem, f"Raise it to {samples} or more")

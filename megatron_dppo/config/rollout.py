@@ -11,6 +11,9 @@ from pydantic import field_validator
 from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, Fraction, NonNegative, Positive, Seconds, Section
 from megatron_dppo.errors import UserError
 
+ServerKind = Literal["sglang", "vllm"]
+"""Kinds of rollout servers; each has a file of its name in ``rollout/servers``."""
+
 
 class LaunchConfig(Section):
     """Servers that the run starts itself, on the machine of its first rank, and restarts when they die."""
@@ -148,7 +151,7 @@ class TreeConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["local", "sglang", "vllm"] = "local"
+    engine: Literal["local", ServerKind] = "local"
     """Rollout engine: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
     engine_function: str | None = None
     """Factory of an engine of your own, which replaces the local one: a class or function, ``file.py:name`` or
@@ -212,3 +215,8 @@ class RolloutConfig(Section):
     def segments(self) -> int:
         """Segments of a completion, each with an advantage of its own; 0: a completion has one."""
         return len(self.tree.branches) + 1 if self.tree.branches else len(self.roles)
+
+    @property
+    def served(self) -> bool:
+        """Whether servers generate."""
+        return self.engine != "local"

@@ -6,7 +6,7 @@ other, and where it has tools, the calls of them, too: see ``data/turns.py``.
 
 An environment takes signals for itself, prints, and may import much. So processes of their own import this file: those
 that score, and one that reads the problems, ``python -m megatron_dppo.data.verifiers``. Besides, ranks do, where the
-policy speaks to the environment (``rollout/environment.py``).
+policy speaks to the environment (``rollout/conversation_functions.py``).
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def rank_memory(setup: Setup, stage: int) -> Memory:
     parts["uneven experts"] = sum(uneven) - sum(even)
     # The head's backward pass is over when the first layer's begins: the larger of the two makes the peak.
     parts["head"] = max(_head_bytes(setup) - uneven[1], 0.0) if stage == setup.placement.layout.pp - 1 else 0.0
-    buckets = 4 if config.rollout.engine != "local" else 2  # two in the stream, two in the sender
+    buckets = 4 if config.rollout.served else 2  # two in the stream, two in the sender
     parts["sync"] = float(buckets * bucket_bytes(config))
     # What is on the host during the passes needs room on the GPU when they are done, in the place of their activations.
     passes = parts["activations"] + parts["uneven experts"] + parts["head"]

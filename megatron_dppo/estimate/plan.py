@@ -215,7 +215,7 @@ def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     tokens = max(int((room - sum(parts.values())) / per_token), 0)
     parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
-    most = config.rollout.max_batch if config.rollout.engine == "local" else 10**9
+    most = 10**9 if config.rollout.served else config.rollout.max_batch
     return ServerMemory(
         Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.typical / 2)), most)
     )

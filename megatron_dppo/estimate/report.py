@@ -102,7 +102,7 @@ def as_text(made: Plan) -> Iterator[str]:
 
 
 def _servers(made: Plan) -> str:
-    if made.config.rollout.engine == "local":
+    if not made.config.rollout.served:
         return "and the same ones generate in turn"
     servers = made.placement.servers
     where = " on the same GPUs" if made.placement.shared else ""

@@ -269,7 +269,7 @@ def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
         names = "layout.pp", "layout.first_stage_layers", "layout.last_stage_layers"
         yield [dict(zip(names, (pp, *next(stages(shape.num_layers, pp))), strict=True)) for pp in parts]
     yield [{"layout.cp": layout.cp * factor} for factor in (2, 4)]
-    if rollout.engine != "local" and isinstance(rollout.launch.tp, int):
+    if rollout.served and isinstance(rollout.launch.tp, int):
         sizes, count = larger(rollout.launch.tp, cluster.gpus_per_node, shape.heads), rollout.launch.count
         fewer = [{"rollout.launch.count": max(count * rollout.launch.tp // tp, 1)} if count else {} for tp in sizes]
         if sizes:

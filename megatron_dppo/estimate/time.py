@@ -122,9 +122,9 @@ def head_flops(shape: PolicyShape) -> float:
 def _sync_seconds(setup: Setup) -> float:
     """Seconds to bring the weights to all servers, over a node's links, over the network, or by disk."""
     size, rollout, cluster = parameters_of(setup.shape).total * setup.width, setup.config.rollout, setup.config.cluster
-    if rollout.engine != "local" and rollout.sync.transport == "disk":
+    if rollout.served and rollout.sync.transport == "disk":
         return size / (setup.assume.sync_copy_gb_s * 1e9)
-    near = rollout.engine == "local" or (cluster.nodes == 1 and not cluster.server_nodes)
+    near = not rollout.served or (cluster.nodes == 1 and not cluster.server_nodes)
     return size / ((setup.gpu.nvlink if near else setup.gpu.network) * setup.assume.sync_network_share)
 
 

@@ -59,7 +59,7 @@ def place(config: Config, shape: PolicyShape) -> Placement:
     cluster, rollout = config.cluster, config.rollout
     actors = cluster.nodes * cluster.gpus_per_node
     extra = cluster.server_nodes * cluster.gpus_per_node
-    shared = rollout.engine == "local" or rollout.colocated
+    shared = not rollout.served or rollout.colocated
     servers = _servers(config, shape)
     beside = sum(servers) if rollout.launch.count and not shared else 0
     if beside >= actors:
@@ -74,14 +74,14 @@ def place(config: Config, shape: PolicyShape) -> Placement:
         problem = f"does not divide the {ranks} GPUs that the trainer has of {of_nodes}"
         remedy = f"Give the trainer a multiple of {model * (layout.dp or 1)} GPUs, or lower layout.tp, pp, cp or dp"
         raise UserError("layout", given, problem, remedy)
-    layout, local = resolve_layout(layout, ranks), rollout.engine == "local"
-    return Placement(layout, ranks, (1,) * ranks if local else servers, shared, actors + extra)
+    layout = resolve_layout(layout, ranks)
+    return Placement(layout, ranks, servers if rollout.served else (1,) * ranks, shared, actors + extra)
 
 
 def _servers(config: Config, shape: PolicyShape) -> tuple[int, ...]:
     """Tensor-parallel ranks of each server. On Slurm, each server node has as many servers as fit."""
     rollout, cluster = config.rollout, config.cluster
-    if rollout.engine == "local":
+    if not rollout.served:
         return ()
     tp = rollout.launch.tp if isinstance(rollout.launch.tp, int) else rollout.launch.tp[0]
     count = len(rollout.servers)

@@ -30,7 +30,7 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.environment import check_turns
+from megatron_dppo.rollout.conversation_functions import check_turns
 from megatron_dppo.rollout.scoring import Failures, ScoredCompletions, check_failures, together
 
 MATH = "math"

@@ -28,7 +28,7 @@ from megatron_dppo.process import stop
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.lifetime import die_with
 from megatron_dppo.process.streams import outlive_readers, quieten, tell
-from megatron_dppo.rollout.servers.nccl import rank_environment
+from megatron_dppo.rollout.servers.launch import rank_environment
 from megatron_dppo.settings import load_config
 
 LAUNCHER = "MEGATRON_DPPO_LAUNCHER"

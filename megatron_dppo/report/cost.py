@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import get_args
 
+from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.observe.timers import saving
 from megatron_dppo.report.axes import say
 from megatron_dppo.report.parts import Chapter, Note, Part, Table
@@ -61,7 +63,7 @@ def _ranks(run: RunRecord, row: Record) -> int:
 def _server_gpus(run: RunRecord) -> int | None:
     """GPUs of servers besides the trainer's. None if the run did not start the servers itself: then neither their size
     nor their number is known."""
-    if run.setting("rollout.engine") == "local" or run.setting("rollout.colocated"):
+    if run.setting("rollout.engine") not in get_args(ServerKind) or run.setting("rollout.colocated"):
         return 0
     tp, count = run.setting("rollout.launch.tp"), int(run.setting("rollout.launch.count"))
     if not count:

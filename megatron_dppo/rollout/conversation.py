@@ -1,7 +1,7 @@
 """Conversations: completions in several turns, with tools or an environment between the turns.
 
-``rollout.conversation`` names a coroutine function (or is ``verifiers``: see ``rollout/environment.py``). It is called
-once for each completion:
+``rollout.conversation`` names a coroutine function (or is ``verifiers``: see ``conversation_functions.py``). It is
+called once for each completion:
 
     async def rollout(client: Client, prompt: Prompt) -> list[Turn]:
         tokens = prompt.token_ids.tolist()
@@ -25,22 +25,25 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import FAILURES, load_function
+from megatron_dppo.plugins.loading import FAILURES
 from megatron_dppo.rl.given import as_mask
 from megatron_dppo.rl.sequences import malformed
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 from megatron_dppo.rollout.conversation_checks import UnusableError, check_completion, check_ids, check_roles
+
+if TYPE_CHECKING:  # torch
+    from megatron_dppo.rollout.engine import Sampling
 
 Part = Completion | Sequence[int] | NDArray[np.integer]
 """The policy's turn, as :meth:`Client.generate` returned it; or token ids that it was given to read."""
@@ -48,13 +51,41 @@ Turn = Part | tuple[str, Completion]
 """With ``rollout.roles`` what the policy said stands behind its role."""
 
 
-class Client(Protocol):
-    """Client of one conversation, with the run's sampling: a server that holds the policy, or the local engine."""
+Generated = Sequence[tuple[Sequence[int], Completion]]
+"""The turns that a client has returned, each after the token ids that it was asked to go on from."""
+Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
+"""By a function of the user's: the turns in their order, those of each sequence in a list of their own where there are
+several, or a completion that it has put together itself."""
 
-    tokenizer: Any
-    """Hugging Face's, of the policy."""
-    max_tokens: int
-    """Limit of the response, with all its turns. A longer response is cut off, and counts as truncated."""
+
+class TryAgainError(Exception):
+    """Raised by a conversation that came to nothing, for example because a tool is down: its prompt is asked again."""
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Client(ABC):
+    """Client of one conversation, with the run's sampling. An engine's subclass generates the turns."""
+
+    through: ClassVar[type[Exception]] = TryAgainError
+    """The engine's error, which :meth:`ConversationFunction.have` raises as it is."""
+    function: ConversationFunction
+    """The function that has the conversation."""
+    prompt: Prompt
+    sampling: Sampling
+    number: int
+    """Index of the completion for its prompt."""
+    generated: list[tuple[list[int], Completion]] = field(default_factory=list)
+    """Every turn, after the token ids that it was generated from."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Hugging Face's, of the policy."""
+        return self.function.tokenizer
+
+    @property
+    def max_tokens(self) -> int:
+        """Limit of the response, with all its turns. A longer response is cut off, and counts as truncated."""
+        return self.sampling.max_tokens
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
@@ -69,18 +100,19 @@ class Client(Protocol):
         Returns:
             The turn, with the token that ended it. It has no tokens where none are left of the response.
         """
-        ...
+        context: list[int] = check_ids(token_ids, self.function.vocabulary, "went on from a context").tolist()
+        if not context:
+            raise ValueError("There is no token to go on from.")
+        left = len(self.prompt.token_ids) + self.max_tokens - len(context)
+        limit = left if max_tokens is None else min(left, max_tokens)
+        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
+        turn = await self.turn(context, limit, stops) if limit > 0 else joined([])
+        self.generated.append((context, turn))
+        return turn
 
-
-Generated = Sequence[tuple[Sequence[int], Completion]]
-"""The turns that a client has returned, each after the token ids that it was asked to go on from."""
-Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
-"""By a function of the user's: the turns in their order, those of each sequence in a list of their own where there are
-several, or a completion that it has put together itself."""
-
-
-class TryAgainError(Exception):
-    """Raised by a conversation that came to nothing, for example because a tool is down: its prompt is asked again."""
+    @abstractmethod
+    async def turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
+        """The engine's continuation of ``context``: at most ``limit`` tokens, up to one of ``stops``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,39 +129,23 @@ class ConversationFunction:
     """``rollout.roles``."""
     vocabulary: int = 1 << 31
     """Token ids of the policy are below it."""
+    tokenizer: Any = None
+    """The policy's tokenizer."""
 
-    @classmethod
-    def load(cls, spec: str, roles: Sequence[str]) -> ConversationFunction:
-        """That of ``rollout.conversation``, in the run's roles.
-
-        Raises:
-            UserError: as :func:`load_coroutine`.
-        """
-        setting = "rollout.conversation"
-        said = f'("{roles[0]}", turn) for each turn' if roles else "the turns"
-        remedy = f"Have it return {said} as client.generate returned them, with lists of token ids between them"
-        return cls(setting, spec, load_coroutine(setting, spec, ("client", "prompt")), remedy, roles)
-
-    async def have(
-        self, client: Client, generated: Generated, prompt: Prompt, *, through: type[Exception] = TryAgainError
-    ) -> Completion:
-        """Have one conversation.
-
-        Args:
-            client: to generate with.
-            generated: by it, also while the conversation goes on.
-            prompt: of the conversation. The function may write on its label and extra columns: they are copies.
-            through: errors of the client, which are raised as they are.
+    async def have(self, client: Client) -> Completion:
+        """Have one conversation. The function may write on the prompt's label and extra columns: they are copies.
 
         Raises:
             TryAgainError: the function gave it up.
             UserError: the function raised, or returned what cannot be trained on.
+            Exception: ``client.through``.
         """
+        prompt = client.prompt
         own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
         try:
             returned = await self.function(client, own)
-            return completed(returned, prompt, generated, client.max_tokens, self.roles, self.vocabulary)
-        except (TryAgainError, UserError, through):
+            return completed(returned, prompt, client.generated, client.max_tokens, self.roles, self.vocabulary)
+        except (TryAgainError, UserError, client.through):
             raise
         except UnusableError as error:
             raise UserError(self.setting, self.spec, f"for prompt {prompt.id} it {error}", self.remedy) from None
@@ -139,27 +155,6 @@ class ConversationFunction:
                 raise  # the run cancelled the conversation
             problem = f"raised for prompt {prompt.id}:\n{traceback.format_exc(limit=-4)}"
             raise UserError(self.setting, self.spec, problem, "Mend it") from error
-
-
-def load_coroutine(setting: str, spec: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The coroutine function that a setting names.
-
-    Args:
-        setting, spec: its name and value.
-        parameters: that it is called with, by position.
-
-    Raises:
-        UserError: it cannot be found or imported, or cannot be called so.
-    """
-    function = load_function(setting, spec)
-    try:
-        inspect.signature(function).bind(*parameters)
-    except TypeError as error:
-        problem, form = f"cannot be called with {len(parameters)} arguments ({error})", ", ".join(parameters)
-        raise UserError(setting, spec, problem, f"Give it the parameters ({form})") from error
-    if not inspect.iscoroutinefunction(function):
-        raise UserError(setting, spec, "is no coroutine", "Define it with async def")
-    return function
 
 
 def joined(turns: Iterable[Part]) -> Completion:
@@ -265,7 +260,7 @@ def completed(
     truncated = False
     for number, turns in enumerate(_sequences(returned)):
         before, longest = ([], len(start) + limit) if number else (start, limit)
-        sequence = _of_turns(turns, before, generated, roles, len(before) + longest, vocabulary)
+        sequence = _sequence(turns, before, generated, roles, len(before) + longest, vocabulary)
         truncated |= len(sequence.token_ids) > longest
         if number and len(sequence.token_ids) >= longest and not sequence.loss_mask[:longest].any():
             truncated = True  # its context has left the policy no room
@@ -297,20 +292,52 @@ def _sequences(returned: Sequence[Any]) -> list[Sequence[Turn]]:
     return list(returned) if any(several) else [returned]
 
 
-def _of_turns(
+def _sequence(
     turns: Sequence[Turn],
-    before: list[int],
+    before: Sequence[int],
     generated: Generated,
     roles: Sequence[str],
     longest: int,
     vocabulary: int,
 ) -> Completion:
-    """One sequence, whose turns come after the tokens ``before``, and may be ``longest`` tokens with these."""
-    alone, said_by = _checked(*_without_roles(turns, roles), before, generated, longest, vocabulary)
-    if not roles:
-        return joined(alone)
-    lengths = [len(turn.token_ids if isinstance(turn, Completion) else turn) for turn in alone]
-    return replace(joined(alone), segments=np.repeat(np.array(said_by, np.int8), lengths))
+    """One sequence, without most of what the policy was given past ``longest`` tokens, which is cut off.
+
+    The log-probabilities of a turn hold after the tokens that it was generated from, and after no others.
+
+    Args:
+        before: tokens before its turns.
+        longest: tokens that it may have, with those.
+    """
+    contexts = {id(turn): context for context, turn in generated}
+    known = f"and rollout.roles has {', '.join(map(repr, roles)) or 'none'}"
+    context, parts, speakers = [*before], list[Part](), list[int]()
+    for number, given in enumerate(turns):
+        role, turn = None, given
+        if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
+            role, turn = given
+        past = len(context) > longest
+        if isinstance(turn, Completion):
+            if role not in (roles or (None,)):
+                said_as = f"the role {role!r}" if role else "no role"
+                raise UnusableError(f"returned a turn {number} of {said_as}, {known}")
+            if id(turn) not in contexts:
+                raise UnusableError(f"returned as turn {number} a completion that this conversation has not generated")
+            if not past and contexts[id(turn)] != context:
+                problem = f"returned a turn {number} that was generated after other tokens than stand before it"
+                raise UnusableError(problem)
+        elif role is not None:
+            raise UnusableError(f"returned a turn {number} of the role {role!r} that the policy has not said")
+        elif past:
+            continue
+        else:
+            begin: Any = turn[: longest + 1] if isinstance(turn, Sequence | np.ndarray) else turn
+            turn = check_ids(begin, vocabulary, f"returned a turn {number}")
+        tokens = turn.token_ids if isinstance(turn, Completion) else turn
+        parts.append(turn)
+        context += tokens.tolist()
+        speakers += [-1 if role is None else roles.index(role)] * len(tokens)
+    whole = joined(parts)
+    return replace(whole, segments=np.array(speakers, np.int8)) if roles else whole
 
 
 def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]) -> Completion:
@@ -331,57 +358,6 @@ def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]
     if len(whole.token_ids) <= limit or whole.starts:
         return whole
     return beginning(whole, limit, read=before + limit - 1)
-
-
-def _without_roles(turns: Sequence[Turn], roles: Sequence[str]) -> tuple[list[Part], list[int]]:
-    """The turns by themselves, and which role each is of; −1: of none, as tokens that the policy was given."""
-    alone: list[Part] = []
-    said_by: list[int] = []
-    known = f"and rollout.roles has {', '.join(map(repr, roles)) or 'none'}"
-    for number, turn in enumerate(turns):
-        role = None
-        if isinstance(turn, tuple) and len(turn) == 2 and isinstance(turn[0], str):
-            role, turn = turn
-        if role is not None and not isinstance(turn, Completion):
-            raise UnusableError(f"returned a turn {number} of the role {role!r} that the policy has not said")
-        if (isinstance(turn, Completion) and bool(roles) and role is None) or (role is not None and role not in roles):
-            raise UnusableError(f"returned a turn {number} of {f'the role {role!r}' if role else 'no role'}, {known}")
-        alone.append(turn)
-        said_by.append(-1 if role is None else roles.index(role))
-    return alone, said_by
-
-
-def _checked(
-    turns: Sequence[Part],
-    said_by: Sequence[int],
-    before: list[int],
-    generated: Generated,
-    longest: int,
-    vocabulary: int,
-) -> tuple[list[Part], list[int]]:
-    """The turns and their roles, without most of what the policy was given past ``longest`` tokens, which is cut off.
-
-    The log-probabilities of a turn hold after the tokens that it was generated from, and after no others.
-    """
-    contexts = {id(turn): context for context, turn in generated}
-    before, checked = [*before], list[tuple[Part, int]]()
-    for number, (turn, role) in enumerate(zip(turns, said_by, strict=True)):
-        past = len(before) > longest
-        if isinstance(turn, Completion):
-            if id(turn) not in contexts:
-                raise UnusableError(f"returned as turn {number} a completion that this conversation has not generated")
-            if not past and contexts[id(turn)] != before:
-                problem = f"returned a turn {number} that was generated after other tokens than stand before it"
-                raise UnusableError(problem)
-            before += turn.token_ids.tolist()
-        elif past:
-            continue
-        else:
-            begin = turn[: longest + 1] if isinstance(turn, Sequence | np.ndarray) else turn
-            turn = check_ids(begin, vocabulary, f"returned a turn {number}")
-            before += turn.tolist()
-        checked.append((turn, role))
-    return [turn for turn, _ in checked], [role for _, role in checked]
 
 
 def _given(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:

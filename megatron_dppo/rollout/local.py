@@ -6,7 +6,7 @@ Slower than a server, but it needs none, it can be seeded, and it runs wherever 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -25,20 +25,7 @@ from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Prefix, TreePath, forks_of, grown, leaves_of, root_of
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationResult:
-    """Result of a request: the groups, or the reason for their absence."""
-
-    groups: Completions
-    failure: Exception | None = None
-
-    def result(self) -> Completions:
-        if self.failure is not None:
-            raise self.failure
-        return self.groups
-
-
-class LocalEngine(RolloutEngine[GenerationResult]):
+class LocalEngine(RolloutEngine[Future[Completions]]):
     """A rollout engine on one device of this process. It generates when it is asked, before ``begin`` returns.
 
     Args:
@@ -114,11 +101,11 @@ class LocalEngine(RolloutEngine[GenerationResult]):
         self._decoder.weights_changed()
         self._version = version
 
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> GenerationResult:
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Future[Completions]:
         """See the protocol. The same call gives the same bits. Failures are raised by ``finish``."""
         return self._attempt(prompts, sampling, self._conversations)
 
-    def finish(self, pending: GenerationResult, look: GroupCallback | None = None) -> Completions:
+    def finish(self, pending: Future[Completions], look: GroupCallback | None = None) -> Completions:
         """All was generated when ``begin`` returned: there is nothing to look at in between.
 
         Raises:
@@ -137,11 +124,14 @@ class LocalEngine(RolloutEngine[GenerationResult]):
 
     def _attempt(
         self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
-    ) -> GenerationResult:
+    ) -> Future[Completions]:
+        """The groups, or the reason for their absence."""
+        future: Future[Completions] = Future()
         try:
-            return GenerationResult(self._generate(prompts, sampling, conversations))
+            future.set_result(self._generate(prompts, sampling, conversations))
         except Exception as error:
-            return GenerationResult([], error)
+            future.set_exception(error)
+        return future
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None

@@ -10,23 +10,18 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from megatron_dppo.config import Config
-from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.shape import read_shape
 from megatron_dppo.process.progress import moved
 from megatron_dppo.process.streams import tell
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, joined
-from megatron_dppo.rollout.conversation_checks import check_ids
+from megatron_dppo.rollout.conversation import Client, ConversationFunction, TryAgainError
 from megatron_dppo.rollout.decoding import Part
 from megatron_dppo.rollout.engine import Completions, Sampling
-from megatron_dppo.rollout.environment import conversation_of
 from megatron_dppo.rollout.tree import Prefix
 
 Continue = Callable[[Sequence[Prefix], Sampling], list[list[Part]]]
@@ -50,42 +45,21 @@ class _Request:
     turn: asyncio.Future[Completion]
 
 
-@dataclass(slots=True)
-class LocalClient:
-    """See :class:`~megatron_dppo.rollout.conversation.Client`."""
+@dataclass(kw_only=True, eq=False, slots=True)
+class LocalClient(Client):
+    """See :class:`Client`."""
 
-    tokenizer: Any
-    max_tokens: int
-    prompt: Prompt
-    number: int
-    """Index of the completion for its prompt."""
-    sampling: Sampling
     ask: Callable[[_Request], None]
-    vocabulary: int
     asked: int = 0
-    generated: list[tuple[list[int], Completion]] = field(default_factory=list)
-    """Every turn, after the token ids that it was generated from."""
+    """Turns that were asked for."""
 
-    async def generate(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
-    ) -> Completion:
-        context: list[int] = check_ids(token_ids, self.vocabulary, "went on from a context").tolist()
-        if not context:
-            raise ValueError("There is no token to go on from.")
-        left = min(len(self.prompt.token_ids) + self.max_tokens - len(context), self.max_tokens)
-        limit = left if max_tokens is None else min(left, max_tokens)
-        if limit < 1:
-            turn = joined([])
-        else:
-            own = replace(self.prompt, id=self.prompt.id + self.asked * TURN, token_ids=np.array(context, np.int32))
-            stem = Prefix(own, (self.number,), limit=limit)
-            stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
-            self.asked += 1
-            request = _Request(stem, stops, asyncio.get_running_loop().create_future())
-            self.ask(request)
-            turn = await request.turn
-        self.generated.append((context, turn))
-        return turn
+    async def turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
+        own = replace(self.prompt, id=self.prompt.id + self.asked * TURN, token_ids=np.array(context, np.int32))
+        self.asked += 1
+        stem = Prefix(own, (self.number,), limit=min(limit, self.max_tokens))
+        request = _Request(stem, stops, asyncio.get_running_loop().create_future())
+        self.ask(request)
+        return await request.turn
 
 
 class LocalConversations:
@@ -93,7 +67,6 @@ class LocalConversations:
 
     Args:
         function: has one conversation.
-        tokenizer: of the policy.
         timeout_s: how long all of them may neither ask nor end.
         late_s: seconds in which none ends, after which those under way are named.
         end_s: seconds in which none ends, after which the run stops.
@@ -104,13 +77,12 @@ class LocalConversations:
         self,
         function: ConversationFunction,
         *,
-        tokenizer: Any,
         timeout_s: float,
         attempts: int,
         late_s: float = math.inf,
         end_s: float = math.inf,
     ) -> None:
-        self.function, self.tokenizer, self.timeout_s, self.attempts = function, tokenizer, timeout_s, attempts
+        self.function, self.timeout_s, self.attempts = function, timeout_s, attempts
         self.late_s, self.end_s = late_s, end_s
         self._runner = asyncio.Runner()  # one loop for all steps: what a function keeps may belong to it
 
@@ -208,11 +180,9 @@ class _Conversations:
             self._moved.set()
 
         for attempt in range(self._of.attempts):
-            most, sampling = self._sampling.max_tokens, self._sampling
-            vocabulary = function.vocabulary
-            client = LocalClient(self._of.tokenizer, most, prompt, place[1], sampling, ask, vocabulary)
+            client = LocalClient(function=function, prompt=prompt, sampling=self._sampling, number=place[1], ask=ask)
             try:
-                return await function.have(client, client.generated, prompt)
+                return await function.have(client)
             except TryAgainError as error:
                 last = error
                 self._asked.pop(place, None)
@@ -248,22 +218,3 @@ def _ended(task: asyncio.Task[Completion]) -> bool:
     if task.done():
         task.result()
     return task.done()
-
-
-def local_conversations(config: Config) -> LocalConversations | None:
-    """Conversations of a run with the local engine; None if a completion is one continuation.
-
-    Raises:
-        UserError: the function cannot be found or imported, or cannot be called as it would be.
-    """
-    rollout = config.rollout
-    if (function := conversation_of(config)) is None:
-        return None
-    return LocalConversations(
-        replace(function, vocabulary=read_shape(config.model.folder).vocab_size),
-        tokenizer=load_tokenizer(config.model.folder),
-        timeout_s=rollout.request_timeout_s,
-        attempts=rollout.attempts,
-        late_s=config.run.late_s,
-        end_s=rollout.timeout_s,
-    )

@@ -34,10 +34,10 @@ from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
 from megatron_dppo.rl.types import Pack, RoutingShape
 from megatron_dppo.rollout.collect import Collector
+from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
 from megatron_dppo.rollout.engine import RolloutEngine, WeightSource
-from megatron_dppo.rollout.environment import check_turns
 from megatron_dppo.rollout.local import LocalEngine
-from megatron_dppo.rollout.local_conversations import local_conversations
+from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.teachers import TeacherServers
 from megatron_dppo.trainer.functions import engine_maker
 from megatron_dppo.trainer.preflight import label_check
@@ -80,7 +80,7 @@ class PolicyParts(Generic[P_co]):
     def engine(self) -> RolloutEngine[Any]:
         """An engine of this rank's own, without weights until the first sync."""
         model, rollout = self.config.model, self.config.rollout
-        if rollout.engine != "local":
+        if rollout.served:
             from megatron_dppo.rollout.servers.engine import ServerEngine
 
             say = partial(Console(self.config.run.steps).note, again=True)
@@ -91,7 +91,12 @@ class PolicyParts(Generic[P_co]):
         make = self.world.together(lambda: engine_maker(self.config), what="import of an engine")
         if make is not None:
             return make(model.folder, device=self.world.device, dtype=model.torch_dtype, world=self.world)
-        conversations = self.world.together(lambda: local_conversations(self.config), what="import of a conversation")
+        function = self.world.together(lambda: conversation_of(self.config), what="import of a conversation")
+        conversations = None
+        if function is not None:
+            limits = {"timeout_s": rollout.request_timeout_s, "end_s": rollout.timeout_s}
+            limits["late_s"] = self.config.run.late_s
+            conversations = LocalConversations(function, attempts=rollout.attempts, **limits)
         return LocalEngine(
             model.folder,
             device=self.world.device,

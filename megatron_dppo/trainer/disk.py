@@ -9,6 +9,7 @@ from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.config import WEIGHT_BYTES, Config
 from megatron_dppo.config.types import Command
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.rollout.servers.launch import syncs_by_files
 
 MASTER_AND_MOMENTS = 12
 """Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
@@ -42,9 +43,8 @@ def disk_needed(config: Config, shape: PolicyShape, command: Command = "train") 
     written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
     trained = parameters(shape, lora) if lora.rank else weights
     exported = weights + (trained if lora.rank else 0) if run.export else 0
-    engine, sync = config.rollout.engine, config.rollout.sync
-    by_files = (engine != "local" and sync.transport == "disk") or (engine == "vllm" and sync.adapter)
-    synced = (trained if sync.adapter else weights) if by_files and sync.folder is None else 0
+    sync = config.rollout.sync
+    synced = (trained if sync.adapter else weights) if syncs_by_files(config.rollout) and sync.folder is None else 0
     return Disk(
         checkpoint=trained * (dtype + MASTER_AND_MOMENTS),
         checkpoints=min(written, run.keep_checkpoints + run.keep_best + 1),

@@ -41,7 +41,7 @@ def _idle(config: Config) -> Iterator[str]:
     trained = {config.data.train} if isinstance(config.data.train, str) else {s.path for s in config.data.train}
     held_out = sources(config) if config.eval.problems != 0 else []
     tasks = {source.file for source in held_out} | (set() if config.data.rollouts else trained)
-    served, talks = rollout.engine != "local", rollout.conversation is not None
+    served, talks = rollout.served, rollout.conversation is not None
     predicts = prompts.rule == "neyman"
     rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
     for is_read, keys in (

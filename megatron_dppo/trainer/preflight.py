@@ -29,7 +29,7 @@ from megatron_dppo.hub import is_id, policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
-from megatron_dppo.rollout.environment import check_turns
+from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.trainer.disk import disk_needed, size_text
 from megatron_dppo.trainer.numbers import check_numbers
@@ -143,7 +143,7 @@ def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
     yield partial(_check_columns, config)
     yield lambda: check_turns(config, config.data, lambda: _environments_problems(config.data))
     if config.rollout.conversation is not None or config.rollout.custom_generate is not None:
-        yield partial(_check_conversations, config)
+        yield partial(conversation_of, config)
     rules = config.pruning.prompts.function, config.pruning.completions.function
     if {config.loss.objective, config.rollout.engine_function, *rules} != {None}:
         from megatron_dppo.trainer.functions import adopt_rules, engine_maker, objective_of  # torch
@@ -159,13 +159,6 @@ def _check_columns(config: Config) -> None:
         if source.setting == "data.train" and not are_stored(source):
             examples = read_examples(source, config.data, "train")
             check_columns(config.reward.function, [(example.row.place, example.extra) for example in examples])
-
-
-def _check_conversations(config: Config) -> None:
-    from megatron_dppo.rollout.servers.custom import conversations_of  # transformers
-
-    if (conversations := conversations_of(config)) is not None:
-        conversations.close()
 
 
 def _environments_problems(data: DataConfig) -> Iterator[Mapping[str, object]]:

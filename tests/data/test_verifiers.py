@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.config import Config, DataConfig, RolloutConfig, VerifiersConfig, replace
+from megatron_dppo.config import Config, DataConfig, ModelConfig, RolloutConfig, VerifiersConfig, replace
 from megatron_dppo.data.generators import check_environment
 from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -24,11 +24,13 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers, Scored
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout.conversation import Client, ConversationFunction
+from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
 from megatron_dppo.rollout.engine import generate
-from megatron_dppo.rollout.environment import check_turns, conversation_of
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.scoring import GroupScoring
+from tests.policies import write_policy
 from tests.rollout.test_local import make_policy, one_thread, sampling_of, weights_of  # noqa: F401
 
 pytest.importorskip("verifiers")
@@ -206,7 +208,10 @@ def game(kind: str = "game", **rollout: Any) -> Config:
     Path("guess_game.py").write_text(GUESS)
     data = VerifiersConfig(environment="guess_game", arguments={"kind": kind}, eval_problems=1)
     talk = {"conversation": "verifiers"} | rollout
-    return Config(data=DataConfig(train="verifiers", verifiers=data), rollout=RolloutConfig(**talk))
+    write_policy(Path(), layers=1)
+    return Config(
+        model=ModelConfig(path="."), data=DataConfig(train="verifiers", verifiers=data), rollout=RolloutConfig(**talk)
+    )
 
 
 def chat_prompts(config: Config) -> tuple[Any, list[Prompt]]:
@@ -217,29 +222,31 @@ def chat_prompts(config: Config) -> tuple[Any, list[Prompt]]:
     return tokenizer, prompts_of(_problems(config.data.verifiers, "train"), config.data, tokenizer)
 
 
-class ScriptedClient:
+@dataclasses.dataclass(kw_only=True, eq=False, slots=True)
+class ScriptedClient(Client):
     """Says one text after the other, as long as there is room, and ends each turn."""
 
-    def __init__(self, tokenizer: Any, prompt: Prompt, texts: Sequence[str], max_tokens: int) -> None:
-        self.tokenizer, self.max_tokens, self._texts = tokenizer, max_tokens, list(texts)
-        self._longest = len(prompt.token_ids) + max_tokens
-        self.generated: list[tuple[list[int], Completion]] = []
+    texts: list[str]
 
-    async def generate(self, token_ids: Sequence[int], **_: Any) -> Completion:
-        left = max(self._longest - len(token_ids), 0)
-        ids = [*self.tokenizer.encode(self._texts.pop(0)), self.tokenizer.eos_token_id] if left else []
-        said, count = np.array(ids[:left], np.int32), min(len(ids), left)
-        parts = -said.astype(np.float32), np.ones(count, bool), (VersionSpan(1, count),) if count else ()
-        turn = Completion(said, *parts, "stop" if count == len(ids) > 0 else "length")
-        self.generated.append((list(token_ids), turn))
-        return turn
+    async def turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
+        ids = [*self.tokenizer.encode(self.texts.pop(0)), self.tokenizer.eos_token_id]
+        said, count = np.array(ids[:limit], np.int32), min(len(ids), limit)
+        parts = -said.astype(np.float32), np.ones(count, bool), (VersionSpan(1, count),)
+        return Completion(said, *parts, "stop" if count == len(ids) else "length")
+
+
+def function_of(config: Config) -> ConversationFunction:
+    write_policy(Path("policy"), layers=1)
+    function = conversation_of(replace(config, model=ModelConfig(path="policy")))
+    assert function is not None
+    return function
 
 
 def conversation(config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit: int = 200) -> Completion:
-    function = conversation_of(config)
-    assert function is not None
-    client = ScriptedClient(tokenizer, prompt, texts, limit)
-    return asyncio.run(function.have(client, client.generated, prompt))
+    function = dataclasses.replace(function_of(config), tokenizer=tokenizer, vocabulary=len(tokenizer))
+    sampling = sampling_of(samples=1, max_tokens=limit)
+    client = ScriptedClient(function=function, prompt=prompt, sampling=sampling, number=0, texts=list(texts))
+    return asyncio.run(function.have(client))
 
 
 def item(prompt: Prompt, completion: Completion, tokenizer: Any) -> ScoreItem:
@@ -398,12 +405,11 @@ def test_whatever_a_policy_says_with_the_local_engine_is_scored() -> None:
 
     config = game()
     tokenizer, prompts = chat_prompts(config)
+    function = function_of(config)
     policy = make_policy()
     policy.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     policy.config.save_pretrained(Path())
-    function = conversation_of(config)
-    assert function is not None
-    with closing(LocalConversations(function, tokenizer=tokenizer, timeout_s=60.0, attempts=1)) as talks:
+    with closing(LocalConversations(function, timeout_s=60.0, attempts=1)) as talks:
         engine = LocalEngine(Path(), device=torch.device("cpu"), dtype=torch.float32, max_batch=64, conversations=talks)
         engine.update_weights(weights_of(policy), version=1)
         sampling = sampling_of(samples=6, max_tokens=112, stop=(tokenizer.eos_token_id, *range(20, 26)))

@@ -128,7 +128,7 @@ def engines(policy: Qwen3ForCausalLM, tmp_path: Path) -> Iterator[Any]:
 
     def make(function: Any, max_batch: int = 64, path: Path = tmp_path, **limits: float) -> LocalEngine:
         named = function and ConversationFunction("rollout.conversation", f"f.py:{function.__name__}", function, "Mend")
-        talks = named and LocalConversations(named, tokenizer=None, attempts=2, **{"timeout_s": 0.5, **limits})
+        talks = named and LocalConversations(named, attempts=2, **{"timeout_s": 0.5, **limits})
         made.append(
             LocalEngine(path, device=torch.device("cpu"), dtype=torch.float32, max_batch=max_batch, conversations=talks)
         )

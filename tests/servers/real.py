@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import pytest
 
 from megatron_dppo.config import Config
+from megatron_dppo.config.rollout import ServerKind as Kind
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.pool import CLIENTS
+from megatron_dppo.rollout.servers.launch import spec_of
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, stop_all, wait_ready
 from megatron_dppo.settings import load_config
-
-Kind = Literal["sglang", "vllm"]
 
 PYTHONS = {"sglang": "SGLANG_PYTHON", "vllm": "VLLM_PYTHON"}
 """Environment variables with the interpreters of the environments that hold the servers."""
@@ -93,9 +92,8 @@ class RealServers:
         secret = self._secret
         process = known.process if known else ServerProcess(config, 0, host="127.0.0.1", secret=secret)
         process.start()
-        api = self._http.run(
-            wait_ready(process, lambda url: CLIENTS[kind](url, self._http, secret=secret, timeout_s=60.0), WAIT_S)
-        )
+        client = partial(spec_of(kind).client, http=self._http, secret=secret, timeout_s=60.0)
+        api = self._http.run(wait_ready(process, client, WAIT_S))
         self._http.run(api.info())
         self._running[kind, tp] = RealServer(process, api, config, secret)
         return self._running[kind, tp]

@@ -23,9 +23,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import load_function
 from megatron_dppo.plugins.slime import Sample
 from megatron_dppo.rl.types import Prompt, VersionSpan
+from megatron_dppo.rollout.conversation_functions import conversation_of
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.batch import RequestBatch
-from megatron_dppo.rollout.servers.custom import conversations_of
+from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
@@ -100,6 +101,9 @@ async def tell_unknown_tokens(client, prompt):
 async def ask_of_unknown_tokens(client, prompt):
     return [await client.generate([*prompt.token_ids, 10**6])]
 
+async def go_on_from_nothing(client, prompt):
+    return [await client.generate([])]
+
 async def end_the_program(client, prompt):
     raise SystemExit(0)
 
@@ -165,7 +169,7 @@ def url(server: Server) -> str:
 
 
 def converse(
-    function: str,
+    name: str,
     url: str,
     folder: Path,
     *,
@@ -176,10 +180,11 @@ def converse(
 ) -> tuple[RequestBatch, dict, list]:
     """Have a function answer; the batch, the servers that were lost, and what is left in the prompts."""
     (folder / "tools.py").write_text(FUNCTIONS)
-    rollout = RolloutConfig(**{setting: f"{folder / 'tools.py'}:{function}"}, request_timeout_s=20.0, roles=roles)
+    rollout = RolloutConfig(**{setting: f"{folder / 'tools.py'}:{name}"}, roles=roles)
     write_policy(folder, layers=1)
-    conversations = conversations_of(Config(model=ModelConfig(path=str(folder)), rollout=rollout))
-    assert conversations is not None
+    function = conversation_of(Config(model=ModelConfig(path=str(folder)), rollout=rollout))
+    assert function is not None
+    conversations = Conversations(function, timeout_s=20.0)
     http = Http()
     dispatcher = Dispatcher(
         http,
@@ -274,6 +279,7 @@ def test_a_conversation_that_gives_up_is_had_again_and_costs_no_server(url: str,
         ("forget_what_was_told", "turn 1 that was generated after other tokens than stand before it"),
         ("tell_unknown_tokens", "a turn 1 with the token id 1000000; the policy's vocabulary has 131 tokens"),
         ("ask_of_unknown_tokens", "from a context with the token id 1000000; the policy's vocabulary has 131 tokens"),
+        ("go_on_from_nothing", "no token to go on from"),
         ("end_the_program", "SystemExit: 0"),
         ("stumble", "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
     ],
@@ -335,9 +341,11 @@ def test_the_conversation_that_is_under_way_longest_is_named(url: str, tmp_path:
     """Also where it holds up the thread of all conversations."""
     (tmp_path / "tools.py").write_text("import time\nasync def rollout(client, prompt):\n    time.sleep(3)\n")
     write_policy(tmp_path, layers=1)
-    rollout = RolloutConfig(conversation=f"{tmp_path}/tools.py:rollout", request_timeout_s=1.0)
-    conversations = conversations_of(Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout))
-    assert conversations is not None and conversations.late(0.0) == ""
+    rollout = RolloutConfig(conversation=f"{tmp_path}/tools.py:rollout")
+    function = conversation_of(Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout))
+    assert function is not None
+    conversations = Conversations(function, timeout_s=1.0)
+    assert conversations.late(0.0) == ""
     http, prompt = Http(), Prompt(7, np.array([7, 8], np.int32), "7 8", "")
     sampling = Sampling(1, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
     begun = http.start(conversations(SglangClient(url, http), prompt, sampling, lambda told: []))

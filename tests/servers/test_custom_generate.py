@@ -11,9 +11,10 @@ import pytest
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.slime import Sample
+from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.conversation_checks import UnusableError
+from megatron_dppo.rollout.conversation_functions import _sampling_params, completion_of_samples, conversation_of
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.custom import _read_all, _sampling_params, conversations_of
 from tests.runs import rows
 from tests.servers.real import Kind, RealServer, RealServers
 from tests.servers.test_training import AGREES, Start, ended, finish, given, start  # noqa: F401
@@ -153,7 +154,7 @@ def test_a_function_that_cannot_be_trained_on_ends_the_run_in_words(
 def test_a_function_of_another_form_is_refused(spec: str, words: str, tmp_path: Path) -> None:
     config = Config(model=ModelConfig(path=str(tmp_path)), rollout=RolloutConfig(custom_generate=spec))
     with pytest.raises(UserError) as raised:
-        conversations_of(config)
+        conversation_of(config)
     assert raised.value.setting == "rollout.custom_generate" and words in str(raised.value)
 
 
@@ -170,21 +171,23 @@ def test_several_samples_are_the_sequences_of_one_completion() -> None:
         logprobs = [-0.1 * token for token in tokens[-length:]]
         return Sample(tokens=tokens, response_length=length, rollout_log_probs=logprobs, status=Sample.Status.COMPLETED)
 
+    prompt = Prompt(0, np.array([7, 8], np.int32), "", "")
     both = [sample([7, 8, 1, 2], 2), sample([5, 5, 5, 3], 1)]
-    tokens, logprobs, loss_mask, starts, ended = _read_all(both, [7, 8], limit=2)
-    assert (tokens.tolist(), starts, ended) == ([1, 2, 5, 5, 5, 3], (2,), True)
-    assert loss_mask.tolist() == [True, True, False, False, False, True]
-    np.testing.assert_allclose(logprobs[loss_mask], [-0.1, -0.2, -0.3], rtol=1e-6)
-    *_, ended = _read_all([*both, sample([5, 5, 5, 3, 3], 2)], [7, 8], limit=2)
-    assert not ended, "a sequence was cut off"
-    tokens, *_, ended = _read_all([*both, sample([5] * 9, 1)], [7, 8], limit=2)
-    assert (tokens.tolist(), ended) == ([1, 2, 5, 5, 5, 3], False), "a context that left no room is cut off whole"
+    whole = completion_of_samples(both, prompt, limit=2)
+    assert (whole.token_ids.tolist(), whole.starts, whole.finish_reason) == ([1, 2, 5, 5, 5, 3], (2,), "stop")
+    assert whole.loss_mask.tolist() == [True, True, False, False, False, True]
+    np.testing.assert_allclose(whole.logprobs[whole.loss_mask], [-0.1, -0.2, -0.3], rtol=1e-6)
+    cut = completion_of_samples([*both, sample([5, 5, 5, 3, 3], 2)], prompt, limit=2)
+    assert (cut.starts, cut.finish_reason) == ((2, 6), "length"), "a sequence was cut off"
+    whole = completion_of_samples([*both, sample([5] * 9, 1)], prompt, limit=2)
+    ended = whole.token_ids.tolist(), whole.finish_reason
+    assert ended == ([1, 2, 5, 5, 5, 3], "length"), "a context that left no room is cut off whole"
     for wrong, words in (([both[1], both[0]], "begin with the prompt"), ([both[0], 3], "a int")):
         with pytest.raises(UnusableError, match=words):
-            _read_all(wrong, [7, 8], limit=2)
+            completion_of_samples(wrong, prompt, limit=2)
     masked = sample([7, 8, 1, 2], 2)
     masked.loss_mask = [1, 0.5]  # type: ignore[list-item]
     with pytest.raises(UnusableError, match="a loss_mask of other values than true and false"):
-        _read_all(masked, [7, 8], limit=2)
+        completion_of_samples(masked, prompt, limit=2)
     with pytest.raises(UnusableError, match="1 tokens for a prompt of 0 and a response of 1"):
-        _read_all([both[0], sample([3], 1)], [7, 8], limit=2)
+        completion_of_samples([both[0], sample([3], 1)], prompt, limit=2)

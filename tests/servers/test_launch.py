@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -13,11 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
 
+import megatron_dppo
 from megatron_dppo.config import Config
+from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG
 from megatron_dppo.rollout.servers.http import Http
@@ -334,3 +339,56 @@ def test_a_server_is_started_to_take_the_adapters_that_it_is_sent(
 
     assert command("false")[1] is False
     assert command("true") == ([*command("false")[0], *flags], engine == "vllm")
+
+
+ANOTHER_KIND = """
+import sys
+from dataclasses import replace
+from megatron_dppo.rollout.servers import sglang
+
+class AnotherClient(sglang.SglangClient): ...
+
+SPEC = replace(sglang.SPEC, client=AnotherClient, command=(sys.executable, "{stand_in}"))
+"""
+STARTS = """
+import sys
+from functools import partial
+from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.launch import spec_of
+from megatron_dppo.rollout.servers.preflight import check_rollout
+from megatron_dppo.rollout.servers.processes import servers_to_start, wait_ready
+from megatron_dppo.settings import load_config
+
+config, http = load_config(None, sys.argv[1:]), Http()
+check_rollout(config)
+[server] = servers_to_start(config, "s3cret", {})
+server.start()
+client = partial(spec_of(config.rollout.engine).client, http=http)
+print(type(http.run(wait_ready(server, client, 60.0))).__name__)
+server.stop()
+http.close()
+"""
+
+
+def test_another_kind_of_server_is_one_file_and_one_row(tmp_path: Path) -> None:
+    copy = tmp_path / "megatron_dppo"
+    shutil.copytree(Path(megatron_dppo.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "rollout/servers/another.py").write_text(ANOTHER_KIND.format(stand_in=STAND_IN))
+    table = copy / "config/rollout.py"
+    table.write_text(table.read_text().replace('Literal["sglang", "vllm"]', 'Literal["sglang", "vllm", "another"]'))
+    settings = [setting for setting in _settings(tmp_path) if not setting.startswith("rollout.launch.command")]
+    words = [sys.executable, "-c", STARTS, *settings, "rollout.engine=another"]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert ran.stdout == "AnotherClient\n", ran.stderr
+
+
+def test_no_other_file_compares_the_engine_with_a_name() -> None:
+    """They ask the kind's spec, or whether servers generate at all."""
+    package = Path(megatron_dppo.__file__).parent
+    specs = {package / f"rollout/servers/{kind}.py" for kind in get_args(ServerKind)}
+    for path in set(package.rglob("*.py")) - {*specs, package / "config/rollout.py"}:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                names = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+                assert not names & {"local", *get_args(ServerKind)}, f"{path}:{node.lineno}"

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.servers import nccl
+from megatron_dppo.rollout.servers import nccl, sglang
 from megatron_dppo.rollout.servers.client import ServerInfo
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.pool import ServerPool
@@ -101,7 +102,7 @@ def _pool(http: Http, tmp_path: Path, *settings: str, our_nccl: str | None) -> S
 def test_a_given_server_that_says_another_version_is_refused_by_name(
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.servers.pool.CLIENTS", {"sglang": Told})
+    monkeypatch.setattr(sglang, "SPEC", replace(sglang.SPEC, client=Told))
     monkeypatch.setattr(ServerPool, "_workers", _no_router)
     given = "rollout.servers=[http://127.0.0.1:1]"
     with pytest.raises(UserError, match=r"rollout.servers = http://127.0.0.1:1: has NCCL 2.30.7") as refused:
@@ -125,7 +126,7 @@ class Staged(Told):
 def test_a_given_server_with_a_pipeline_is_refused_where_its_stages_would_have_to_join_a_group(
     http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.servers.pool.CLIENTS", {"sglang": Staged})
+    monkeypatch.setattr(sglang, "SPEC", replace(sglang.SPEC, client=Staged))
     monkeypatch.setattr(ServerPool, "_workers", _no_router)
     given = "rollout.servers=[http://127.0.0.1:1]"
     with pytest.raises(UserError, match=r"has 2 pipeline stages.*Start it with --pp-size 1"):

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_dppo.rollout.servers.client import GenerateRequest
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.pool import CLIENTS
+from megatron_dppo.rollout.servers.launch import spec_of
 from tests.servers.real import CANARY, SGLANG_ON_CPU, Kind, RealServer, RealServers, launch_settings
 
 pytestmark = pytest.mark.servers
@@ -64,7 +64,7 @@ def test_a_server_serves_the_policy_that_it_was_started_with(
 
 
 def test_a_stranger_without_the_secret_can_neither_ask_nor_change_anything(server: RealServer, http: Http) -> None:
-    stranger = CLIENTS[server.config.rollout.engine](server.api.url, http, secret=None, timeout_s=10.0)
+    stranger = spec_of(server.config.rollout.engine).client(server.api.url, http, secret=None, timeout_s=10.0)
     ask = GenerateRequest([3], samples=1, max_tokens=1, temperature=1.0, stop_token_ids=[], seed=None)
     for attempt in (stranger.generate(ask, timeout_s=10.0), stranger.pause("keep"), stranger.begin_update()):
         with pytest.raises(ServerError, match="status 401"):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.rl.types import RoutingShape
 from megatron_dppo.rollout.servers.client import GenerateRequest, Manifest
 from megatron_dppo.rollout.servers.http import Http, ServerError
@@ -25,9 +26,8 @@ from megatron_dppo.rollout.servers.vllm import (
     LOAD_ADAPTER,
     LOCK,
     PLUGIN,
+    SPEC,
     VllmClient,
-    server_environment,
-    server_flags,
 )
 
 CHOICE = {
@@ -269,8 +269,8 @@ def test_what_servers_are_started_with_exists() -> None:
     for name in (EXTENSION, LOCK):
         module, _, what = name.rpartition(".")
         assert f"class {what}" in (PLUGIN / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
-    assert str(PLUGIN) in server_environment()["PYTHONPATH"].split(":")
-    assert (LOCK in server_flags(secret=True, sleeps=False)) and (LOCK not in server_flags(secret=False, sleeps=True))
+    assert str(PLUGIN) in SPEC.environment("secret")["PYTHONPATH"].split(":")
+    assert {EXTENSION, LOCK} <= set(SPEC.flags(Config(model=ModelConfig(path=".")), Path()))
 
 
 def test_checksums_have_the_actors_names_and_none_of_what_is_prepacked(

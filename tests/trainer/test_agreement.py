@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
-from megatron_dppo.rollout.local import GenerationResult
 from megatron_dppo.trainer.agreement import MAX_TOKENS, PROMPTS, SAMPLES, check_agreement
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -28,10 +28,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_policy(tmp_path_factory.mktemp("policy"))
 
 
-class TwoServers(RolloutEngine[GenerationResult]):
+class TwoServers(RolloutEngine[Future[Completions]]):
     """One engine under two names, which under the second says something else of its tokens."""
 
-    def __init__(self, engine: RolloutEngine[GenerationResult]) -> None:
+    def __init__(self, engine: RolloutEngine[Future[Completions]]) -> None:
         self._engine = engine
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:

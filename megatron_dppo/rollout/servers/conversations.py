@@ -10,17 +10,18 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.conversation import ConversationFunction, TryAgainError, joined
-from megatron_dppo.rollout.conversation_checks import check_ids
+from megatron_dppo.rollout.conversation import Client, ConversationFunction, TryAgainError, joined
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
-from megatron_dppo.rollout.servers.http import Http, ServerError, readable
+from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
 
 T = TypeVar("T")
 AGAIN_S = 0.3
@@ -42,49 +43,21 @@ def completion_of(result: GenerateResult, versions: Sequence[VersionSpan]) -> Co
     return Completion(result.token_ids, result.logprobs, sampled, tuple(versions), reason, result.routing)
 
 
-class ConversationClient:
-    """See :class:`~megatron_dppo.rollout.conversation.Client`. Everything public is for the conversations' thread.
+@dataclass(kw_only=True, eq=False, slots=True)
+class ConversationClient(Client):
+    """See :class:`Client`. The methods are for the conversations' thread."""
 
-    Args:
-        server: that has the conversation.
-        tokenizer: of the policy.
-        prompt: of the conversation.
-        sampling: of the run.
-        number: of the completion among those of its prompt.
-        read_versions: see :data:`ReadVersions`.
-        timeout_s: how long one request may take.
-        vocabulary: token ids are below it.
-    """
+    through = ServerError
+    server: ServerClient
+    """The server that has the conversation."""
+    spans: ReadVersions
+    timeout_s: float
+    """How long one request may take."""
+    told: list[str] = field(default_factory=list)
+    """Versions of the weights that answered :meth:`post`, as the server told them."""
 
-    def __init__(
-        self,
-        server: ServerClient,
-        tokenizer: Any,
-        prompt: Prompt,
-        sampling: Sampling,
-        number: int,
-        read_versions: ReadVersions,
-        timeout_s: float,
-        vocabulary: int,
-    ) -> None:
-        self.server, self.tokenizer, self.sampling, self.number = server, tokenizer, sampling, number
-        self.max_tokens = sampling.max_tokens
-        self._prompt, self._read_versions, self._timeout_s = prompt, read_versions, timeout_s
-        self._vocabulary = vocabulary
-        self.generated: list[tuple[list[int], Completion]] = []
-        """Every turn, after the token ids that it was generated from."""
-        self.told: list[str] = []
-        """Versions of the weights that answered :meth:`post`, as the server told them."""
-
-    async def generate(
-        self, token_ids: Sequence[int], *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
-    ) -> Completion:
-        context: list[int] = check_ids(token_ids, self._vocabulary, "went on from a context").tolist()
-        left = len(self._prompt.token_ids) + self.max_tokens - len(context)
-        stops = (*self.sampling.stop_token_ids, *stop_token_ids)
-        turn = await self._in_http(self._turn(context, left if max_tokens is None else min(left, max_tokens), stops))
-        self.generated.append((context, turn))
-        return turn
+    async def turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
+        return await self._in_http(self._turn(context, limit, stops))
 
     async def post(self, url: str, payload: Mapping[str, Any]) -> Any:
         """A request in the words of the server, or of another host: what it answers, read as JSON.
@@ -101,30 +74,30 @@ class ConversationClient:
 
     async def read_versions(self, told: Sequence[tuple[str, int]]) -> list[VersionSpan]:
         async def read() -> list[VersionSpan]:
-            return self._read_versions(told)
+            return self.spans(told)
 
         return await self._in_http(read())
 
     async def _in_http(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self.server.http.start(work))
 
-    async def _turn(self, context: list[int], max_tokens: int, stops: Sequence[int]) -> Completion:
+    async def _turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
         """One turn; what the server aborts, it is asked to go on with."""
         parts: list[Completion] = []
         made: list[int] = []
-        while len(made) < max_tokens:
-            place = (self._prompt.id, self.number, len(self.generated), len(made))
+        while len(made) < limit:
+            place = (self.prompt.id, self.number, len(self.generated), len(made))
             request = GenerateRequest(
                 token_ids=[*context, *made],
                 samples=1,
-                max_tokens=max_tokens - len(made),
+                max_tokens=limit - len(made),
                 temperature=self.sampling.temperature,
                 stop_token_ids=stops,
                 seed=self.sampling.seed_at(*place),
                 routing=self.sampling.routing,
             )
             result = await readable(self.server.url, self._result(request))
-            parts.append(completion_of(result, self._read_versions(result.versions)))
+            parts.append(completion_of(result, self.spans(result.versions)))
             made += result.token_ids.tolist()
             if result.reason != "abort":
                 break
@@ -132,7 +105,7 @@ class ConversationClient:
         return joined(parts)
 
     async def _result(self, request: GenerateRequest) -> GenerateResult:
-        (result,) = await self.server.generate(request, timeout_s=self._timeout_s)
+        (result,) = await self.server.generate(request, timeout_s=self.timeout_s)
         return result
 
     async def _post(self, url: str, payload: Mapping[str, Any]) -> Any:
@@ -140,10 +113,10 @@ class ConversationClient:
         base, path = f"{parts.scheme}://{parts.netloc}", url.partition(parts.netloc)[2]
         if _host(url) != _host(server.url):
             try:
-                return await server.http.call_patiently("POST", base, path, body=payload, timeout_s=self._timeout_s)
+                return await server.http.call_patiently("POST", base, path, body=payload, timeout_s=self.timeout_s)
             except ServerError as error:
                 raise ConversationError(error.url, error.problem, alive=error.alive) from None
-        answer = await server.post(path, payload, timeout_s=self._timeout_s)
+        answer = await server.post(path, payload, timeout_s=self.timeout_s)
         for each in answer if isinstance(answer, list) else [answer]:
             if isinstance(each, Mapping) and "weight_version" in (each.get("meta_info") or {}):
                 self.told.append(str(each["meta_info"]["weight_version"]))
@@ -155,12 +128,11 @@ class Conversations:
 
     Args:
         function: has one conversation.
-        tokenizer: of the policy.
         timeout_s: how long the conversations of one prompt may take.
     """
 
-    def __init__(self, function: ConversationFunction, *, tokenizer: Any, timeout_s: float) -> None:
-        self._function, self._tokenizer, self._timeout_s = function, tokenizer, timeout_s
+    def __init__(self, function: ConversationFunction, *, timeout_s: float) -> None:
+        self._function, self._timeout_s = function, timeout_s
         self._thread = Http()
         self._begun: dict[int, float] = {}
         """When the conversations of each prompt under way were last begun, by the prompt's id."""
@@ -185,12 +157,10 @@ class Conversations:
             ConversationError: the function gave one of them up, or took too long, or a host that it asks failed it.
             UserError: the function raised, or returned what cannot be trained on.
         """
-        run = self._tokenizer, prompt, sampling
-        limits = self._timeout_s, self._function.vocabulary
-        clients = [
-            ConversationClient(server, *run, number, read_versions, *limits) for number in range(sampling.samples)
-        ]
-        future = self._thread.start(self._converse(clients, prompt))
+        client = partial(ConversationClient, function=self._function, prompt=prompt, sampling=sampling, server=server)
+        client = partial(client, spans=read_versions, timeout_s=self._timeout_s)
+        clients = [client(number=number) for number in range(sampling.samples)]
+        future = self._thread.start(run_all(self._one(client) for client in clients))
         self._begun[prompt.id] = time.monotonic()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
@@ -200,17 +170,9 @@ class Conversations:
         finally:
             self._begun.pop(prompt.id, None)
 
-    async def _converse(self, clients: Sequence[ConversationClient], prompt: Prompt) -> list[Completion]:
-        one = [asyncio.create_task(self._one(client, prompt)) for client in clients]
+    async def _one(self, client: ConversationClient) -> Completion:
         try:
-            return list(await asyncio.gather(*one))
-        finally:
-            for task in one:
-                task.cancel()
-
-    async def _one(self, client: ConversationClient, prompt: Prompt) -> Completion:
-        try:
-            return await self._function.have(client, client.generated, prompt, through=ServerError)
+            return await self._function.have(client)
         except TryAgainError as error:
             problem = f"was given up by {self._function.spec}: {error}"
             raise ConversationError(client.server.url, problem, alive=True) from None

@@ -16,7 +16,7 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from megatron_dppo.rollout.engine import PartialRollouts, Sampling
 from megatron_dppo.rollout.servers.batch import PartialCompletion, RequestBatch, alike_so_far
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
-from megatron_dppo.rollout.servers.http import Http, ServerError, readable
+from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
 from megatron_dppo.rollout.tree import wants_entropies
 
 PROBE_S = 5.0
@@ -150,14 +150,14 @@ class Dispatcher:
         self._wake()
 
     async def _run(self, batch: RequestBatch) -> None:
-        await _all(self._prompt(batch, index) for index in range(len(batch.prompts)))
+        await run_all(self._prompt(batch, index) for index in range(len(batch.prompts)))
 
     async def _prompt(self, batch: RequestBatch, index: int) -> None:
         """See one prompt through."""
         samples = batch.samples[index]
         batch.some_ended(index, [sample for sample in samples if sample.ended])
         left = alike_so_far([sample for sample in samples if not sample.ended])
-        await _all(self._samples(batch, index, each) for each in left)
+        await run_all(self._samples(batch, index, each) for each in left)
         if not batch.broken_off:
             batch.prompt_ended(index)
 
@@ -194,7 +194,7 @@ class Dispatcher:
                 await asyncio.sleep(PAUSE_S)  # whoever could be asked has just failed, or is paused and aborts all
         forks = batch.some_ended(index, [sample for sample in samples if sample.ended])
         continued = [self._samples(batch, index, each, attempt, frozenset(avoided)) for each in alike]
-        await _all([*continued, *(self._samples(batch, index, each) for each in forks)])
+        await run_all([*continued, *(self._samples(batch, index, each) for each in forks)])
 
     async def _part(
         self,
@@ -329,17 +329,6 @@ class Dispatcher:
         for _, turn in waiting:
             if not turn.done():  # else whoever waited was cancelled
                 turn.set_result(None)
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all of it; where one fails, the rest is cancelled."""
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
 
 
 def _outcome(future: Future[None]) -> Exception | None:

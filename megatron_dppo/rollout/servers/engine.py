@@ -19,16 +19,16 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rollout.conversation_functions import conversation_of
 from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollouts, Sampling, WeightSource
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
-from megatron_dppo.rollout.servers.custom import conversations_of
 from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
-from megatron_dppo.rollout.servers.launch import SECRET
+from megatron_dppo.rollout.servers.launch import SECRET, spec_of
 from megatron_dppo.rollout.servers.nccl import loaded
-from megatron_dppo.rollout.servers.pool import CLIENTS, Server, ServerPool
+from megatron_dppo.rollout.servers.pool import Server, ServerPool
 from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
@@ -83,10 +83,10 @@ class ServerEngine:
         with ExitStack() as opened:
             self._http = Http()
             opened.callback(self._http.close)
-            conversations = world.together(lambda: conversations_of(config), what="import of a conversation")
-            self._conversations = conversations
-            if conversations is not None:
-                opened.callback(conversations.close)
+            self._conversations: Conversations | None = None
+            if function := world.together(lambda: conversation_of(config), what="import of a conversation"):
+                self._conversations = Conversations(function, timeout_s=rollout.request_timeout_s)
+                opened.callback(self._conversations.close)
             self._pool: ServerPool | None = None
             if world.leads:
                 architecture, secret = shape.architecture, self.secret
@@ -98,7 +98,7 @@ class ServerEngine:
             opened.callback(transport.close)
             # A request would keep the adapter that it began with.
             self._sync = Sync(world, self._http, transport, "abort" if sync.adapter else sync.in_flight)
-            self._dispatcher = self._new_dispatcher(attempts=rollout.attempts, conversations=conversations)
+            self._dispatcher = self._new_dispatcher(rollout.attempts, self._conversations)
             self.servers = self._http.run_on_leader(world, lambda: self._leaders_pool.open())
             """Who serves."""
             self._opened = opened.pop_all()
@@ -340,7 +340,7 @@ class ServerEngine:
         """One client for each life of a server."""
         if server not in self._clients:
             rollout = self._config.rollout
-            self._clients[server] = CLIENTS[rollout.engine](
+            self._clients[server] = spec_of(rollout.engine).client(
                 server.url,
                 self._http,
                 secret=self.secret,
@@ -351,7 +351,7 @@ class ServerEngine:
             )
         return self._clients[server]
 
-    def _new_dispatcher(self, *, attempts: int, conversations: Conversations | None = None) -> Dispatcher:
+    def _new_dispatcher(self, attempts: int, conversations: Conversations | None = None) -> Dispatcher:
         rollout = self._config.rollout
         return Dispatcher(
             self._http,

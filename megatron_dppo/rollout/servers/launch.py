@@ -7,15 +7,17 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_dppo.config import DTYPES, Config, LoraConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine
-from megatron_dppo.rollout.servers import vllm
-from megatron_dppo.rollout.servers.client import ROUTING_FLAG
+from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient
 from megatron_dppo.rollout.servers.http import in_url
 
 OVERRIDE = "MEGATRON_DPPO_SERVERS"
@@ -27,30 +29,58 @@ NODES = "SLURM_JOB_NODELIST_HET_GROUP_1"
 SECRET = "MEGATRON_DPPO_SERVER_SECRET"
 """Environment variable with the API key that given servers were started with."""
 
-DEFAULT_COMMANDS = {"sglang": (sys.executable, "-m", "sglang.launch_server"), "vllm": ("vllm", "serve")}
-OUR_FLAGS = {
-    "sglang": ("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size", "--dtype",
-               "--pp-size", "--pipeline-parallel-size", "--api-key", "--admin-api-key", "--config"),
-    "vllm": ("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--api-key"),
-}  # fmt: skip
-"""Flags that ``rollout.launch.flags`` may not have: they would contradict what the run knows, or show the secret."""
-
-LOSSY_FLAGS = {
-    "sglang": ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
-    "vllm": ("synthetic",),
-}
-"""Parts of flags with which drafts of speculative decoding change what is sampled. The log-probabilities of the tokens
-stay right, so that no comparison of them shows it."""
-
-MEMORY_FLAGS = {
-    "sglang": ("--mem-fraction-static", "a share of what is free when it starts"),
-    "vllm": ("--gpu-memory-utilization", "a share of the whole GPU"),
-}
-"""The flag that bounds a server's memory, and what it is a share of."""
-
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of torch's allocator. Segments that expand are good for training; servers that give memory back refuse
 them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Differences between kinds of servers. ``SPEC`` in ``sglang.py`` describes SGLang's."""
+
+    client: type[ServerClient]
+    command: tuple[str, ...]
+    """Command that starts a server, unless ``rollout.launch.command`` names one."""
+    module: str
+    """Module that starts a server, for an interpreter of another environment."""
+    reserved_flags: tuple[str, ...]
+    """Flags that ``rollout.launch.flags`` may not have: they would contradict the run's settings, or show the
+    secret."""
+    lossy_flags: tuple[str, ...]
+    """Parts of flags with which drafts of speculative decoding change what is sampled. The log-probabilities of the
+    tokens stay right, so that no comparison of them shows it."""
+    memory_flag: tuple[str, str]
+    """The flag that bounds a server's memory, and what it is a share of."""
+    flags: Callable[[Config, Path], list[str]]
+    """Flags of a run's server for the policy, the secret and the run's own requests. The path is that of a YAML file
+    with the secret."""
+    adapter_flags: Callable[[LoraConfig], list[str]]
+    """Flags for a server that takes a run's adapters: one at a time, besides none at all. It raises UserError for
+    adapters that this kind does not take."""
+    adapter_files: bool = False
+    """Whether servers read adapters from files; else adapters come with a request."""
+    adapter_environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of a server that takes adapters, besides ``environment``."""
+    environment: Callable[[str], dict[str, str]] = lambda secret: {}
+    """Environment variables of a server with this secret."""
+    rank_environment: Mapping[str, str] = field(default_factory=dict)
+    """NCCL's variables that the trainer's ranks and the servers must share in a group for weights. Servers that the run
+    starts inherit them from its ranks."""
+    custom_generate: bool = False
+    """Whether slime's functions can send requests to it (``rollout.custom_generate``)."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether ``command`` can start a server in this environment."""
+        if self.command[0] == sys.executable:
+            return find_spec(self.module.partition(".")[0]) is not None
+        return shutil.which(self.command[0]) is not None
+
+
+def spec_of(engine: str) -> EngineSpec:
+    """The spec of a kind of server, from the file of its name beside this one."""
+    spec: EngineSpec = import_module(f"{__package__}.{engine}").SPEC
+    return spec
 
 
 def server_urls(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -142,15 +172,7 @@ def gpus_to_reserve(rollout: RolloutConfig) -> int:
 
 def base_command(rollout: RolloutConfig) -> tuple[str, ...]:
     """Command that starts a server, without flags."""
-    return rollout.launch.command or DEFAULT_COMMANDS[rollout.engine]
-
-
-def adapter_flags(engine: str, lora: LoraConfig) -> list[str]:
-    """Flags for a server that takes a run's adapters: one at a time, besides none at all."""
-    if engine == "vllm":
-        return ["--enable-lora", "--max-lora-rank", str(min(n for n in vllm.ADAPTER_RANKS if n >= lora.rank))]
-    words = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank", str(lora.rank)]
-    return [*words, "--lora-target-modules", *lora.targets]
+    return rollout.launch.command or spec_of(rollout.engine).command
 
 
 def server_command(config: Config, index: int, *, host: str, port: int, secret_file: Path) -> list[str]:
@@ -163,29 +185,35 @@ def server_command(config: Config, index: int, *, host: str, port: int, secret_f
         secret_file: YAML with the secret, where the kind takes one.
     """
     rollout, tp = config.rollout, tensor_parallel(config.rollout)[index]
-    model = {"sglang": "--model-path", "vllm": "--model"}[rollout.engine]
-    words = [*base_command(rollout), model, str(config.model.folder.absolute()), "--host", host]
+    spec = spec_of(rollout.engine)
+    words = [*base_command(rollout), *spec.flags(config, secret_file), "--host", host]
     words += ["--port", str(port), "--tensor-parallel-size", str(tp), "--dtype", DTYPES[config.model.dtype]]
     if config.model.checkpoint is not None:
         words += ["--load-format", "dummy"]  # the directory may hold no weights; the first sync brings them
-    if rollout.engine == "vllm":
-        words += vllm.server_flags(secret=True, sleeps=rollout.colocated)
-    else:
-        words += ["--config", str(secret_file), "--skip-tokenizer-init"]
-        words += ["--enable-memory-saver"] if rollout.colocated else []
     if config.loss.replay_routing == "rollout":
         words += [ROUTING_FLAG]
     if rollout.sync.adapter:
-        words += adapter_flags(rollout.engine, config.model.lora)
+        words += spec.adapter_flags(config.model.lora)
     return [*words, *rollout.launch.flags]
 
 
 def server_environment(rollout: RolloutConfig, *, secret: str) -> dict[str, str]:
     """Environment variables that this kind of server needs, besides those of ``rollout.launch.env``."""
-    if rollout.engine != "vllm":
-        return {}
-    of_adapters = vllm.ADAPTER_ENVIRONMENT if rollout.sync.adapter else {}
-    return {"VLLM_API_KEY": secret, **vllm.server_environment(), **of_adapters}
+    spec = spec_of(rollout.engine)
+    return spec.environment(secret) | (dict(spec.adapter_environment) if rollout.sync.adapter else {})
+
+
+def rank_environment(rollout: RolloutConfig) -> Mapping[str, str]:
+    """NCCL's variables that both ends of the group for weights must share, unless the user sets them."""
+    collective = rollout.served and rollout.sync.transport == "collective"
+    return spec_of(rollout.engine).rank_environment if collective else {}
+
+
+def syncs_by_files(rollout: RolloutConfig) -> bool:
+    """Whether servers read weights or adapters from files."""
+    if rollout.served and rollout.sync.adapter:
+        return spec_of(rollout.engine).adapter_files
+    return rollout.served and rollout.sync.transport == "disk"
 
 
 def listening_address(environ: Mapping[str, str]) -> str:

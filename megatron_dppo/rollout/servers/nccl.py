@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
-from megatron_dppo.config import RolloutConfig
 from megatron_dppo.errors import UserError
 
 ASK_S = 120.0
@@ -59,15 +58,6 @@ def of_command(command: Sequence[str], environ: Mapping[str, str]) -> str | None
         return None
     said = asked.stdout.split()
     return said[-1] if said else None
-
-
-def rank_environment(rollout: RolloutConfig) -> dict[str, str]:
-    """NCCL's variables that both ends of the group for weights must share, unless the user sets them.
-
-    SGLang sets this for itself where nobody has; servers that the run starts have what its ranks have.
-    """
-    by_nccl = rollout.engine == "sglang" and rollout.sync.transport == "collective"
-    return {"NCCL_CUMEM_ENABLE": "0"} if by_nccl else {}
 
 
 def packages() -> list[str]:

@@ -24,13 +24,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient, ServerInfo
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.launch import adapter_flags, base_command, server_urls
+from megatron_dppo.rollout.servers.launch import base_command, server_urls, spec_of
 from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
-from megatron_dppo.rollout.servers.sglang import SglangClient
-from megatron_dppo.rollout.servers.vllm import ADAPTER_ENVIRONMENT, VllmClient
 
-CLIENTS: Mapping[str, type[ServerClient]] = {"sglang": SglangClient, "vllm": VllmClient}
-"""By ``rollout.engine``."""
 ASK_AGAIN_S = 3.0
 """Seconds between questions to a given server that is lost."""
 SAY_AFTER_S, SAY_EVERY_S = 10.0, 60.0
@@ -351,7 +347,8 @@ class ServerPool:
 
     def _client(self, url: str) -> ServerClient:
         rollout = self._config.rollout
-        return CLIENTS[rollout.engine](url, self._http, secret=self._secret, timeout_s=rollout.sync.timeout_s)
+        client = spec_of(rollout.engine).client
+        return client(url, self._http, secret=self._secret, timeout_s=rollout.sync.timeout_s)
 
     async def _check(self, client: ServerClient) -> None:
         """
@@ -385,10 +382,10 @@ class ServerPool:
         elif rollout.sync.adapter and not _takes(info, self._config.model.lora):
             takes = f"up to rank {info.lora_rank} on {', '.join(sorted(info.lora_targets))}"
             problem = f"takes {takes if info.lora_rank else 'no'} adapters, and rollout.sync.adapter sends it others"
-            words = shlex.join(adapter_flags(rollout.engine, self._config.model.lora))
-            if rollout.engine == "vllm":
-                words += " and " + "".join(f"{name}={value}" for name, value in ADAPTER_ENVIRONMENT.items())
-                words += " in its environment"
+            spec = spec_of(rollout.engine)
+            words = shlex.join(spec.adapter_flags(self._config.model.lora))
+            for name, value in spec.adapter_environment.items():
+                words += f" and {name}={value} in its environment"
             remedy = f"Start it with {words}, or leave that setting out"
         else:
             return

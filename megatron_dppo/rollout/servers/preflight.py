@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -11,16 +10,14 @@ from collections.abc import Mapping
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.launch import (
-    LOSSY_FLAGS,
-    MEMORY_FLAGS,
-    OUR_FLAGS,
+    rank_environment,
     server_urls,
+    spec_of,
     sync_folder,
+    syncs_by_files,
     tensor_parallel,
 )
-from megatron_dppo.rollout.servers.vllm import ADAPTER_RANKS
 
 LAST_PORT = 65535
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -33,7 +30,7 @@ def check_rollout(config: Config) -> None:
         UserError: for the first contradiction.
     """
     _check_custom(config)
-    if config.rollout.engine == "local":
+    if not config.rollout.served:
         _check_local(config)
         return
     _check_source(config)
@@ -52,7 +49,7 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
         UserError: for the first thing that is wrong.
     """
     rollout = config.rollout
-    if rollout.engine == "local":
+    if not rollout.served:
         return
     server_urls(config, environ)
     if rollout.launch.count or rollout.servers == "slurm":
@@ -64,7 +61,7 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
         _check_command(config)
     if rollout.colocated:
         _check_memory(config)
-    if rollout.sync.transport == "disk" or (rollout.sync.adapter and rollout.engine == "vllm"):
+    if syncs_by_files(rollout):
         folder = sync_folder(config).absolute()
         place = next(place for place in (folder, *folder.parents) if place.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
@@ -74,7 +71,7 @@ def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str]
 
 def _check_custom(config: Config) -> None:
     rollout = config.rollout
-    if rollout.custom_generate is not None and rollout.engine != "sglang":
+    if rollout.custom_generate is not None and not (rollout.served and spec_of(rollout.engine).custom_generate):
         problem = f"speaks to SGLang servers, and rollout.engine is {rollout.engine}"
         remedy = "Set rollout.engine=sglang, or leave it out"
         raise UserError("rollout.custom_generate", rollout.custom_generate, problem, remedy)
@@ -86,7 +83,7 @@ def _check_custom(config: Config) -> None:
         problem = f"and rollout.custom_generate = {rollout.custom_generate} both have the conversations"
         raise UserError("rollout.conversation", rollout.conversation, problem, "Leave one of the two out")
     own = rollout.engine_function
-    if own is not None and rollout.engine != "local":
+    if own is not None and rollout.served:
         problem = f"makes the engine in the trainer's own processes, and rollout.engine is {rollout.engine}"
         raise UserError("rollout.engine_function", own, problem, "Set rollout.engine=local, or leave it out")
     if own is not None and rollout.conversation is not None:
@@ -154,18 +151,7 @@ def _check_adapter(config: Config) -> None:
     ):
         if wrong:
             raise UserError("rollout.sync.adapter", "true", problem, f"{remedy}, {leave}")
-    if rollout.engine == "vllm":
-        if model.lora.rank > (most := ADAPTER_RANKS[-1]):
-            problem = f"vLLM takes adapters of at most {most} ranks, and rollout.sync.adapter sends it these"
-            remedy = f"Lower it to {most}, or leave rollout.sync.adapter out: servers then get merged weights"
-            raise UserError("model.lora.rank", model.lora.rank, problem, remedy)
-        return
-    targets = set(model.lora.targets)
-    for some, needed in (({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}), ({"up_proj"}, {"gate_proj"})):
-        if targets & some and not targets >= needed:
-            problem = f"lacks {' and '.join(sorted(needed - targets))}, without which SGLang cannot have the others"
-            remedy = "Add what is lacking, or leave rollout.sync.adapter out: servers then get merged weights"
-            raise UserError("model.lora.targets", ", ".join(model.lora.targets), problem, remedy)
+    spec_of(rollout.engine).adapter_flags(model.lora)  # which refuses some
 
 
 def _check_experts(config: Config) -> None:
@@ -198,7 +184,7 @@ def _check_patience(config: Config) -> None:
 
 
 def _check_launch(config: Config) -> None:
-    launch, engine = config.rollout.launch, config.rollout.engine
+    launch, spec = config.rollout.launch, spec_of(config.rollout.engine)
     if isinstance(launch.tp, tuple) and len(launch.tp) != launch.count:
         problem = f"has {len(launch.tp)} numbers for rollout.launch.count = {launch.count} servers"
         remedy = "Give one for each, or one number for all"
@@ -213,10 +199,10 @@ def _check_launch(config: Config) -> None:
         if not VARIABLE.match(entry):
             raise UserError("rollout.launch.env", entry, "is no environment variable", "Write NAME=value")
     for flag in launch.flags:
-        if flag.partition("=")[0] in OUR_FLAGS[engine]:
+        if flag.partition("=")[0] in spec.reserved_flags:
             problem = "is set by the run itself: for all servers, for each, or where nobody can read it"
             raise UserError("rollout.launch.flags", flag, problem, "Leave it out; see the settings of rollout.launch")
-        if any(part in flag.replace("_", "-") for part in LOSSY_FLAGS[engine]):
+        if any(part in flag.replace("_", "-") for part in spec.lossy_flags):
             problem = "takes drafts more often than the policy would sample them, and no log-probability shows it"
             remedy = "Leave it out: the engine's own default samples as without drafts"
             raise UserError("rollout.launch.flags", flag, problem, remedy)
@@ -224,7 +210,7 @@ def _check_launch(config: Config) -> None:
 
 def _check_both_ends(config: Config, environ: Mapping[str, str]) -> None:
     given = dict(entry.split("=", 1) for entry in config.rollout.launch.env)
-    for name, value in nccl.rank_environment(config.rollout).items():
+    for name, value in rank_environment(config.rollout).items():
         ours = environ.get(name, value)
         if given.get(name, ours) != ours:
             problem = f"the trainer has {name}={ours}, and NCCL wants the same at both ends of the group for weights"
@@ -247,7 +233,7 @@ def _check_split(config: Config, shape: PolicyShape) -> None:
 def _check_memory(config: Config) -> None:
     """Check the memory of servers and the trainer on the same GPUs."""
     rollout = config.rollout
-    flag, share = MEMORY_FLAGS[rollout.engine]
+    flag, share = spec_of(rollout.engine).memory_flag
     given = {word.partition("=")[0].replace("_", "-") for word in rollout.launch.flags}
     if rollout.launch.count and flag not in given:
         problem = f"has no {flag}: a server would take nearly all of the GPU that it shares with the trainer"
@@ -263,10 +249,8 @@ def _check_memory(config: Config) -> None:
 def _check_command(config: Config) -> None:
     engine, command = config.rollout.engine, config.rollout.launch.command
     if command is None:
-        here = importlib.util.find_spec("sglang") is not None if engine == "sglang" else shutil.which("vllm")
-        if not here:
-            module = {"sglang": "sglang.launch_server", "vllm": "vllm.entrypoints.openai.api_server"}[engine]
-            remedy = f"Install it in one of its own, and set rollout.launch.command=[/ITS/bin/python,-m,{module}]"
+        if not (spec := spec_of(engine)).installed:
+            remedy = f"Install it in one of its own, and set rollout.launch.command=[/ITS/bin/python,-m,{spec.module}]"
             raise UserError("rollout.launch.command", "null", f"{engine} is not installed in this environment", remedy)
     elif not command or shutil.which(command[0]) is None:
         name = command[0] if command else ""

@@ -22,8 +22,7 @@ from megatron_dppo.models.shape import read_shape
 from megatron_dppo.process import stop
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import SECRET, server_urls
-from megatron_dppo.rollout.servers.pool import CLIENTS
+from megatron_dppo.rollout.servers.launch import SECRET, server_urls, spec_of
 from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
 from megatron_dppo.rollout.servers.processes import ServerProcess, wait_ready
 
@@ -99,7 +98,7 @@ def _watch(process: ServerProcess, http: Http, config: Config) -> int:
     rollout, begin, deaths = config.rollout, time.monotonic(), 0
 
     def client_at(url: str) -> ServerClient:
-        return CLIENTS[rollout.engine](url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
+        return spec_of(rollout.engine).client(url, http, secret=process.secret, timeout_s=rollout.sync.timeout_s)
 
     while True:
         try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_dppo.config import Config, LoraConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.rl.given import as_logprobs
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
@@ -40,6 +43,7 @@ from megatron_dppo.rollout.servers.client import (
     least_entropies,
 )
 from megatron_dppo.rollout.servers.http import ServerError, in_url
+from megatron_dppo.rollout.servers.launch import EngineSpec
 
 if TYPE_CHECKING:
     import torch
@@ -239,3 +243,37 @@ def _version(version: str | None) -> dict[str, Any]:
 
 def _dtype(name: str | None) -> str | None:
     return None if name in (None, "auto") else name
+
+
+def server_flags(config: Config, secret_file: Path) -> list[str]:
+    """See :attr:`EngineSpec.flags`."""
+    flags = ["--model-path", str(config.model.folder.absolute())]
+    flags += ["--config", str(secret_file), "--skip-tokenizer-init"]
+    return flags + (["--enable-memory-saver"] if config.rollout.colocated else [])
+
+
+def adapter_flags(lora: LoraConfig) -> list[str]:
+    """See :attr:`EngineSpec.adapter_flags`. SGLang takes some matrices only with others."""
+    targets = set(lora.targets)
+    for some, needed in (({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}), ({"up_proj"}, {"gate_proj"})):
+        if targets & some and not targets >= needed:
+            problem = f"lacks {' and '.join(sorted(needed - targets))}, without which SGLang cannot have the others"
+            remedy = "Add what is lacking, or leave rollout.sync.adapter out: servers then get merged weights"
+            raise UserError("model.lora.targets", ", ".join(lora.targets), problem, remedy)
+    flags = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank", str(lora.rank)]
+    return [*flags, "--lora-target-modules", *lora.targets]
+
+
+SPEC = EngineSpec(
+    client=SglangClient,
+    command=(sys.executable, "-m", "sglang.launch_server"),
+    module="sglang.launch_server",
+    reserved_flags=("--model-path", "--model", "--host", "--port", "--tp", "--tp-size", "--tensor-parallel-size",
+                    "--dtype", "--pp-size", "--pipeline-parallel-size", "--api-key", "--admin-api-key", "--config"),
+    lossy_flags=("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
+    memory_flag=("--mem-fraction-static", "a share of what is free when it starts"),
+    flags=server_flags,
+    adapter_flags=adapter_flags,
+    rank_environment={"NCCL_CUMEM_ENABLE": "0"},  # which SGLang sets for itself, unless it is set
+    custom_generate=True,
+)  # fmt: skip

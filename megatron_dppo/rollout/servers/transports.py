@@ -24,7 +24,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout.engine import Bucket, WeightSource
 from megatron_dppo.rollout.servers.client import ServerClient, ask_all
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import sync_folder
+from megatron_dppo.rollout.servers.launch import sync_folder, syncs_by_files
 from megatron_dppo.rollout.servers.sender import Sender, SyncFailedError, address_towards
 
 BUCKET_MIB = {"cuda": 512, "cpu": 30}
@@ -195,7 +195,7 @@ def open_transport(
 ) -> Transport:
     """The transport that ``rollout.sync`` names. See :class:`CollectiveTransport` for ``run`` and ``our_nccl``."""
     sync = config.rollout.sync
-    if sync.adapter and config.rollout.engine == "sglang":
+    if sync.adapter and not syncs_by_files(config.rollout):
         return AdapterTransport(http, world, shape=shape, model=config.model)
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective" and not sync.adapter:

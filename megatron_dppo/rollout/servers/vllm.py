@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dppo.config import Config, LoraConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.rl.given import as_logprobs
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
@@ -47,6 +49,7 @@ from megatron_dppo.rollout.servers.client import (
     least_entropies,
 )
 from megatron_dppo.rollout.servers.http import ServerError
+from megatron_dppo.rollout.servers.launch import EngineSpec
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 EXTENSION = "megatron_dppo_vllm.worker.WorkerExtension"
@@ -70,40 +73,9 @@ GIVEN_BY = {
 }
 """Routes that we cannot do without, and what a server must be started with to have them."""
 
-
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-"""Environment that lets a server take adapters."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's limit on the ranks of adapters."""
-
-
-def server_environment() -> dict[str, str]:
-    """Environment of a server, besides VLLM_API_KEY if it has a secret."""
-    paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
-    return {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # It would bind the default group to a device, and torch then splits every new group off that one's NCCL
-        # communicator, of which the trainer is no server.
-        "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
-        # On CPU it would bind every server to the same cores, and refuse more ranks than there are NUMA nodes.
-        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-    }
-
-
-def server_flags(*, secret: bool, sleeps: bool) -> list[str]:
-    """Flags that a server must be started with, besides those of its model, its ranks and its address.
-
-    Args:
-        secret: whether it wants the secret of VLLM_API_KEY: on every route then, not only on those that generate.
-        sleeps: whether it must be able to give its GPU's memory back (refused on CPU).
-    """
-    flags = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    flags += ["--worker-extension-cls", EXTENSION]
-    flags += ["--middleware", LOCK] if secret else []
-    return flags + (["--enable-sleep-mode"] if sleeps else [])
 
 
 class VllmClient(ServerClient):
@@ -330,3 +302,52 @@ def _least_entropies(content: Sequence[Mapping[str, Any]]) -> NDArray[np.float64
     """Entropy bounds from all reported likeliest tokens but the last, which is missing after some draws."""
     told = [sorted((entry["logprob"] for entry in token["top_logprobs"]), reverse=True) for token in content]
     return least_entropies([logprobs[: TOP_LOGPROBS - 1] for logprobs in told])
+
+
+def server_environment(secret: str) -> dict[str, str]:
+    """Environment of a server that wants this secret."""
+    paths = [str(PLUGIN), os.environ.get("PYTHONPATH", "")]
+    return {
+        "VLLM_API_KEY": secret,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # It would bind the default group to a device, and torch then splits every new group off that one's NCCL
+        # communicator, of which the trainer is no server.
+        "VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "0",
+        # On CPU it would bind every server to the same cores, and refuse more ranks than there are NUMA nodes.
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    }
+
+
+def server_flags(config: Config, secret_file: Path) -> list[str]:
+    """See :attr:`EngineSpec.flags`. With ``LOCK`` every route requires the secret of VLLM_API_KEY, not only those that
+    generate. A CPU refuses to sleep."""
+    flags = ["--model", str(config.model.folder.absolute())]
+    flags += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    flags += ["--worker-extension-cls", EXTENSION, "--middleware", LOCK]
+    return flags + (["--enable-sleep-mode"] if config.rollout.colocated else [])
+
+
+def adapter_flags(lora: LoraConfig) -> list[str]:
+    """See :attr:`EngineSpec.adapter_flags`."""
+    if lora.rank > (most := ADAPTER_RANKS[-1]):
+        problem = f"vLLM takes adapters of at most {most} ranks, and rollout.sync.adapter sends it these"
+        remedy = f"Lower it to {most}, or leave rollout.sync.adapter out: servers then get merged weights"
+        raise UserError("model.lora.rank", lora.rank, problem, remedy)
+    return ["--enable-lora", "--max-lora-rank", str(min(n for n in ADAPTER_RANKS if n >= lora.rank))]
+
+
+SPEC = EngineSpec(
+    client=VllmClient,
+    command=("vllm", "serve"),
+    module="vllm.entrypoints.openai.api_server",
+    reserved_flags=("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--api-key"),
+    lossy_flags=("synthetic",),
+    memory_flag=("--gpu-memory-utilization", "a share of the whole GPU"),
+    flags=server_flags,
+    environment=server_environment,
+    adapter_flags=adapter_flags,
+    adapter_environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+    adapter_files=True,
+)
