@@ -30,14 +30,11 @@ def conversation_of(config: Config) -> ConversationFunction | None:
         UserError: it cannot be found or imported, or cannot be called as it would be; or the environment cannot be
             loaded.
     """
-    spec, roles = config.rollout.conversation, config.rollout.roles
+    spec = config.rollout.conversation
     if spec is None:
         return None
     if spec != VERIFIERS:
-        return ConversationFunction.load(spec, roles)
-    if roles:
-        remedy = "Set it to []"
-        raise UserError("rollout.roles", list(roles), f"have a reward each, and {SETTING} = {spec} has one", remedy)
+        return ConversationFunction.load(spec, config.rollout.roles)
     return ConversationFunction(SETTING, spec, _Environment(config.data.verifiers), REMEDY)
 
 

@@ -57,7 +57,7 @@ class _SlimesFunction:
             "hf_checkpoint": str(config.model.folder),
             "rollout_temperature": config.rollout.temperature,
             "rollout_max_response_len": config.rollout.max_response_tokens,
-            "rollout_max_context_len": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+            "rollout_max_context_len": config.longest,
             "n_samples_per_prompt": config.rollout.samples_per_prompt,
             "partial_rollout": False,
         }
