@@ -107,7 +107,7 @@ class DataConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names in train, each once."""
+        """Names in data.train, each once."""
         return (self.train,) if isinstance(self.train, str) else tuple(dict.fromkeys(each.path for each in self.train))
 
 

@@ -31,7 +31,7 @@ class DistillationConfig(Section):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """All teachers, each once."""
+        """Teachers, each once."""
         return tuple(dict.fromkeys(name for name in (self.teacher, *self.teachers.values()) if name))
 
     @property
@@ -41,7 +41,7 @@ class DistillationConfig(Section):
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The URLs among them."""
+        """Servers among the teachers, by URL."""
         return tuple(name for name in self.named if is_server(name))
 
     def teacher_of(self, data_source: str) -> str | None:
@@ -154,7 +154,7 @@ class ScheduleConfig(Section):
 
     @property
     def spent(self) -> float:
-        """ramp and off_last together."""
+        """Shares of the run that ramp and off_last take together."""
         return self.ramp + self.off_last
 
 
@@ -230,7 +230,7 @@ class PruningConfig(Section):
 
     @property
     def least_inclusion(self) -> float:
-        """The inclusion probability whose weight is max_weight."""
+        """The inclusion probability whose weight is pruning.max_weight."""
         return (1.0 - 1e-9) / self.max_weight
 
 

@@ -48,12 +48,12 @@ class LaunchConfig(Section):
 
     @property
     def sizes(self) -> int:
-        """Numbers in tp, if it is a list."""
+        """Numbers in rollout.launch.tp, if it is a list."""
         return len(self.tp) if isinstance(self.tp, tuple) else 0
 
     @property
     def last_port(self) -> int:
-        """The last port that may be tried."""
+        """The last of rollout.launch.ports."""
         return self.first_port + self.ports - 1
 
 
@@ -86,7 +86,7 @@ class SyncConfig(Section):
 
     @property
     def patience_s(self) -> float:
-        """Twice timeout_s: ranks that have nothing to send wait in gloo, which gives up after rollout.timeout_s."""
+        """Twice rollout.sync.timeout_s: ranks that have nothing to send wait in gloo until rollout.timeout_s."""
         return 2 * self.timeout_s
 
 
@@ -147,17 +147,17 @@ class TreeConfig(Section):
 
     @property
     def levels(self) -> int:
-        """Levels of forks."""
+        """Levels of rollout.tree.branches."""
         return len(self.branches)
 
     @property
     def deepest(self) -> int:
-        """The largest of depths."""
+        """The largest of rollout.tree.depths."""
         return max(self.depths, default=0)
 
     @property
     def last_fork(self) -> int:
-        """The largest at of branches."""
+        """The largest ``at`` of rollout.tree.branches."""
         return max((branch.at or 0 for branch in self.branches), default=0)
 
 
@@ -226,6 +226,6 @@ class RolloutConfig(Section):
 
     @property
     def tree_leaves(self) -> int:
-        """Leaves of a tree."""
+        """Leaves of rollout.tree."""
         each = math.prod(branch.children for branch in self.tree.branches)
         return each * (self.tree.roots or max(self.samples_per_prompt // each, 2))
