@@ -108,7 +108,7 @@ def test_a_census_counts_two_rewards():
 
 @pytest.mark.parametrize("baseline", ["mixed", "siblings", "roots", "depth"])
 def test_a_tree_has_no_advantage_of_rounding(baseline: str):
-    tree = TreeConfig(branches=(BranchConfig(children=2),), baseline=baseline)
+    tree = TreeConfig(branches=(BranchConfig(at=1, children=2),), baseline=baseline)
     forks = np.zeros((1, 4, 1), FORK)
     forks["at"], forks["weight"] = 1, 1.0
     lengths = np.full((1, 4), 3)
