@@ -325,7 +325,7 @@ def _explained(key: str, details: Sequence[ErrorDetails]) -> UserError:
     # Of a setting that may be of several types, the error that got farthest is of the type that was meant.
     first = max(details, key=lambda each: len(each["loc"]))
     problem = first["msg"][0].lower() + first["msg"][1:]
-    problem = problem.replace("input should be", "should be")
+    problem = problem.replace("input should be", "should be").removeprefix("value error, ")
     if first["type"] == "literal_error":  # the remedy lists them
         problem = "is none of its values"
     if len(first["loc"]) > key.count(".") + 2 and isinstance(inside := first["loc"][-1], str):

@@ -74,7 +74,7 @@ def _load(config: Config, parts: PolicyParts) -> Pool[WorkedAnswer]:
     answers = load_worked_answers(config.data, parts.tokenizer)
     unit = config.layout.pack_multiple
     longest = answers.longest
-    if longest > config.pack.max_tokens // unit * unit:
+    if longest > config.usable_pack:
         problem = f"is less than the longest worked answer needs with its prompt, {longest} tokens"
         remedy = f"Raise it to {-(-longest // unit) * unit} or more, or take long answers out of data.train"
         raise UserError("pack.max_tokens", config.pack.max_tokens, problem, remedy)

@@ -22,7 +22,7 @@ from megatron_dppo.rl.types import Group, StepMetadata
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.learner import PolicyLoss
-from megatron_dppo.trainer.preflight import check_config, preflight
+from megatron_dppo.trainer.preflight import preflight
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import SAMPLES, VOCAB, config_for, step_of_groups
@@ -208,25 +208,6 @@ def test_a_server_s_gradient_is_on_average_that_of_the_divergence(engine: str) -
 TAUGHT = "loss.distillation.teacher=T"
 SERVED = f"loss.distillation.teacher={SERVER}"
 ALONE = f"{TAUGHT} loss.distillation.use_task_rewards=false"
-
-
-@pytest.mark.parametrize(
-    ("setting", "overrides"),
-    [
-        ("loss.distillation.use_task_rewards", "loss.distillation.use_task_rewards=false"),
-        ("loss.distillation.teacher_checkpoint", "loss.distillation.teacher_checkpoint=c"),
-        ("loss.distillation.teacher_checkpoint", f"{SERVED} loss.distillation.teacher_checkpoint=c"),
-        ("loss.distillation.direction", f"{SERVED} loss.distillation.direction=forward"),
-        ("rollout.temperature", f"{SERVED} rollout.temperature=0.8"),
-        ("pruning.prompts.rule", f"{ALONE} pruning.prompts.rule=greso"),
-        ("pruning.completions.rule", f"{ALONE} pruning.completions.rule=top_k"),
-        ("pruning.prompts.predictor", f"{TAUGHT} pruning.prompts.predictor=record"),
-    ],
-)
-def test_what_lacks_a_teacher_or_ranks_by_rewards_left_out_is_refused(setting: str, overrides: str) -> None:
-    with pytest.raises(UserError) as error:
-        check_config(load_config(None, overrides.split()))
-    assert error.value.setting == setting
 
 
 def test_a_teacher_that_cannot_teach_is_named_before_anything_starts(policies: Policies, tmp_path: Path) -> None:

@@ -229,17 +229,6 @@ def test_texts_are_tokenised_and_a_stop_token_ends_them(kind: str, policy: Path,
     assert [score.correct for score in group.scores] == [True, True, True]
 
 
-@pytest.mark.parametrize("more", [{"ahead": 1}, {"conversation": "a:b"}])
-def test_settings_that_say_how_to_generate_are_refused(more: dict[str, Any], policy: Path, tmp_path: Path) -> None:
-    config = offline(settings(policy, tmp_path), policy / "rollouts.jsonl")
-    with pytest.raises(UserError) as caught:
-        replace(config, rollout=replace(config.rollout, **more)).check()
-    assert caught.value.setting == f"rollout.{next(iter(more))}"
-    for command in ("sft", "probe-tree"):
-        with pytest.raises(UserError, match="holds completions for train"):
-            config.check(command)
-
-
 def test_prompts_need_no_label_and_are_read_before_a_rank_starts(policy: Path, tmp_path: Path) -> None:
     preflight(offline(settings(policy, tmp_path / "run"), policy / "rollouts.jsonl"), "train")
     (file := tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": " ", "completions": []}))

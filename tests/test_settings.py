@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megatron_dppo.config import BranchConfig, Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config, nearest, settings
+from megatron_dppo.trainer.preflight import check_config
 
 
 def _write(folder: Path, text: str) -> str:
@@ -235,27 +236,25 @@ def test_a_wrong_value_names_the_setting_and_what_is_allowed(override: str, sett
 
 
 @pytest.mark.parametrize(
-    ("overrides", "setting"),
+    ("override", "problem"),
     [
-        (["loss.name=gspo"], "loss.trust_region"),
-        (["loss.name=cispo"], "loss.trust_region"),
-        (["loss.tis_level=sequence"], "loss.tis_level"),
-        (["loss.tis_cap=2"], "loss.tis_cap"),
-        (["loss.mask_above=5"], "loss.mask_above"),
+        ("reward.thinking_tags=</think>", "is not two different tags"),
+        ("reward.thinking_tags=|,|", "is not two different tags"),
+        ("reward.thinking_tags=['<think>','']", "is not two different tags"),
+        ("rollout.roles=[solver,solver]", "names solver more than once"),
+        ("rollout.roles=[solver,'']", "has an empty name"),
+        ("model.lora.targets=[q_proj,q_proj]", "names q_proj more than once"),
+        ("run.loggers=[mlflow,mlflow]", "names mlflow more than once"),
+        ("rollout.tree.branches=[{at: 9, entropy: 1}]", "is to have either at"),
+        ("rollout.tree.branches=[{at: 9}, {}]", "is to have either at"),
+        ("rollout.tree.branches=[{at: 9}, {at: 9}]", "is to have earlier forks first"),
+        ("run.late_s=.inf", "should be a finite number"),
     ],
 )
-def test_what_a_trust_region_cannot_go_with_is_refused(overrides: list[str], setting: str) -> None:
-    load_config(None, overrides).check()
-    load_config(None, ["loss.trust_region=tv", "loss.clip_high=0.3"]).check()
-    with pytest.raises(UserError) as caught:
-        load_config(None, ["loss.trust_region=tv", *overrides]).check()
-    assert caught.value.setting == setting
-
-
-def test_a_clip_is_refused_where_there_is_none() -> None:
-    with pytest.raises(UserError) as caught:
-        load_config(None, ["loss.name=sapo", "loss.clip_high=0.2"]).check()
-    assert caught.value.setting == "loss.clip_high"
+def test_a_value_that_no_run_could_use_names_the_setting_and_the_problem(override: str, problem: str) -> None:
+    error = _refused([override])
+    assert error.setting == override.partition("=")[0]
+    assert error.problem.startswith(problem)
 
 
 TREE = "rollout.tree.branches=[{at: 200}]"
@@ -264,58 +263,23 @@ TREE = "rollout.tree.branches=[{at: 200}]"
 @pytest.mark.parametrize(
     ("override", "setting"),
     [
-        ("loss.name=grpo", "loss.name"),
-        ("loss.name=gspo", "loss.name"),
-        ("rollout.conversation=tools.py:talk", "rollout.conversation"),
-        ("rollout.custom_generate=slime.py:generate", "rollout.custom_generate"),
-        ("pruning.completions.score=head", "pruning.completions.score"),
         ("rollout.samples_per_prompt=9", "rollout.samples_per_prompt"),
         ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt"),
         ("rollout.tree.roots=3", "rollout.samples_per_prompt"),
         ("rollout.tree.depths=[0, 2]", "rollout.tree.depths"),
-        ("rollout.max_response_tokens=200", "rollout.tree.branches[].at"),
-        ("rollout.tree.branches=[{at: 9, entropy: 1}]", "rollout.tree.branches[0]"),
-        ("rollout.tree.branches=[{at: 9}, {}]", "rollout.tree.branches[1]"),
+        ("rollout.max_response_tokens=200", "rollout.tree.branches"),
     ],
 )
-def test_what_a_tree_cannot_go_with_is_refused(override: str, setting: str) -> None:
-    wide = ["loss.name=dr_grpo", TREE]
-    load_config(None, wide).check()
+def test_a_tree_that_settings_do_not_fit_is_refused(override: str, setting: str) -> None:
+    wide = ["loss.name=dr_grpo", TREE, "rollout.tree.depths=[0, 1]"]
+    check_config(load_config(None, [*wide, "rollout.max_response_tokens=201"]))
     with pytest.raises(UserError) as caught:
-        load_config(None, [*wide, override]).check()
+        check_config(load_config(None, [*wide, override]))
     assert caught.value.setting == setting
-
-
-@pytest.mark.parametrize(
-    ("override", "setting"),
-    [
-        ("rollout.conversation=null", "rollout.roles"),
-        ("rollout.roles=[solver,solver]", "rollout.roles"),
-        ("pruning.prompts.rule=greso", "pruning.prompts.rule"),
-        ("pruning.completions.score=head", "pruning.completions.score"),
-    ],
-)
-def test_what_roles_cannot_go_with_is_refused(override: str, setting: str) -> None:
-    spoken = ["rollout.conversation=a:b", "rollout.roles=[solver,critic]"]
-    load_config(None, spoken).check()
-    with pytest.raises(UserError) as caught:
-        load_config(None, [*spoken, override]).check()
-    assert caught.value.setting == setting
-
-
-@pytest.mark.parametrize("rule", ["dynamic_sampling", "greso"])
-def test_rules_that_replace_groups_go_one_step_ahead_at_most(rule: str) -> None:
-    """Two ahead, the next step is asked for before they know which groups of this one they replace."""
-    rules = [f"pruning.prompts.rule={rule}", "pruning.completions.rule=none"]
-    rules += ["pruning.refill=prompts"] if rule == "greso" else []
-    load_config(None, [*rules, "rollout.ahead=1"]).check()
-    with pytest.raises(UserError) as caught:
-        load_config(None, [*rules, "rollout.ahead=2"]).check()
-    assert caught.value.setting == "rollout.ahead"
 
 
 def test_a_tree_is_of_no_concern_where_nothing_is_trained() -> None:
-    load_config(None, [TREE, "loss.name=grpo"]).check("eval")
+    check_config(load_config(None, [TREE, "loss.name=grpo"]), "eval")
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_dppo.config.types import AboveZero, Count, Positive, Seconds, Section, Share
-from megatron_dppo.errors import UserError
 
 
 class ArithmeticConfig(Section):
@@ -106,16 +105,10 @@ class DataConfig(Section):
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
     verifiers: VerifiersConfig = VerifiersConfig()
 
-    def check(self, prompts_per_step: int) -> None:
-        if self.train == ():
-            raise UserError("data.train", "[]", "names nothing to train on", "Name a file, or several with weights")
-        pools = {"arithmetic": self.arithmetic.problems, "reasoning_gym": self.reasoning_gym.problems}
-        pool = pools.get(self.train) if isinstance(self.train, str) else None
-        setting = f"data.{self.train}.problems"
-        if self.rollouts is None and pool is not None and prompts_per_step > pool:
-            problem = f"is more than {setting} = {pool}, and a window holds no prompt twice"
-            remedy = f"Lower it to {pool} or less, or raise {setting}"
-            raise UserError("rollout.prompts_per_step", prompts_per_step, problem, remedy)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in data.train, each once."""
+        return (self.train,) if isinstance(self.train, str) else tuple(dict.fromkeys(each.path for each in self.train))
 
 
 class RewardConfig(Section):
@@ -143,12 +136,9 @@ class RewardConfig(Section):
     """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null:
     the objective's (dapo a fifth of the limit, grpo none)."""
 
-    def check(self, max_response_tokens: int) -> None:
-        tags = self.thinking_tags
+    @field_validator("thinking_tags")
+    @classmethod
+    def _are_two(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
         if tags and (len(tags) != 2 or not all(tags) or tags[0] == tags[1]):
-            remedy = "Give the opening and the closing tag, or none: []"
-            raise UserError("reward.thinking_tags", list(tags), "is not two different tags", remedy)
-        buffer = self.overlong_buffer
-        if buffer is not None and buffer > max_response_tokens:
-            problem = f"is more than rollout.max_response_tokens = {max_response_tokens}"
-            raise UserError("reward.overlong_buffer", buffer, problem, f"Lower it to {max_response_tokens} or less")
+            raise ValueError("is not two different tags, the opening and the closing one")
+        return tags

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -32,7 +31,7 @@ class DistillationConfig(Section):
 
     @property
     def named(self) -> tuple[str, ...]:
-        """All teachers, each once."""
+        """Teachers, each once."""
         return tuple(dict.fromkeys(name for name in (self.teacher, *self.teachers.values()) if name))
 
     @property
@@ -42,7 +41,7 @@ class DistillationConfig(Section):
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The URLs among them."""
+        """Servers among the teachers, by URL."""
         return tuple(name for name in self.named if is_server(name))
 
     def teacher_of(self, data_source: str) -> str | None:
@@ -74,24 +73,6 @@ class DistillationConfig(Section):
             problem += f", nor for {len(unnamed) - 1} other sources" if len(unnamed) > 1 else ""
             remedy = "Add one, or null if they shall not be taught; or set loss.distillation.teacher, for all others"
             raise UserError("loss.distillation.teachers", ", ".join(self.teachers), problem, remedy)
-
-    def check(self) -> None:
-        ignored = None if self.use_task_rewards else "false"
-        for name, given, wanted in (
-            ("teacher_checkpoint", self.teacher_checkpoint, self.teacher),
-            ("use_task_rewards", ignored, self.named),
-        ):
-            if given is not None and not wanted:
-                problem = "wants a teacher, and loss.distillation.teacher is not set"
-                remedy = "Set that to the Hugging Face directory of the teacher, or leave this out"
-                raise UserError(f"loss.distillation.{name}", given, problem, remedy)
-        if self.teacher_checkpoint is not None and self.teacher in self.servers:
-            problem = f"cannot be the weights of the server {self.teacher}"
-            raise UserError("loss.distillation.teacher_checkpoint", self.teacher_checkpoint, problem, "Leave it out")
-        if self.servers and self.direction == "forward":
-            problem = f"wants the teacher's whole distributions; the server {self.servers[0]} tells of sampled tokens"
-            remedy = "Set it to reverse, or name the teacher's directory"
-            raise UserError("loss.distillation.direction", self.direction, problem, remedy)
 
 
 def is_server(teacher: str) -> bool:
@@ -158,41 +139,6 @@ class LossConfig(Section):
         """Whether groups of equal reward have no gradient."""
         return self.kl_coef == self.distillation_coef == 0.0 and self.name != "reinforce_pp"
 
-    def check(self) -> None:
-        self.distillation.check()
-        if self.replay_routing == "update" and self.updates_per_rollout == 1:
-            problem = (
-                "takes what was chosen before a rollout's first update over into its later ones, and "
-                "loss.updates_per_rollout = 1 makes no later ones"
-            )
-            remedy = "Leave it at none, raise loss.updates_per_rollout, or set it to rollout"
-            raise UserError("loss.replay_routing", "update", problem, remedy)
-        if self.clip_low is not None and self.clip_low >= 1.0 and self.trust_region == "none":
-            problem = "clips ratios to 1 - clip_low, which must stay above 0"
-            raise UserError("loss.clip_low", self.clip_low, problem, "Set it below 1 (0.2 is usual)")
-        if self.name == "sapo" and self.objective is None:
-            for setting in ("clip_low", "clip_high"):
-                if (value := getattr(self, setting)) is not None:
-                    problem = "clips ratios, which loss.name = sapo weighs by a smooth gate instead"
-                    raise UserError(f"loss.{setting}", value, problem, "Leave it out, or take another loss.name")
-        if self.trust_region != "none":
-            self._check_trust_region()
-
-    def _check_trust_region(self) -> None:
-        if self.objective is not None:
-            problem = (
-                f"takes the place of what is made of ratio and advantage, as does loss.objective = {self.objective}"
-            )
-            raise UserError("loss.trust_region", self.trust_region, problem, "Leave one of the two out")
-        if self.name in ("gspo", "cispo", "gmpo", "sapo"):
-            problem = f"takes the place of a clip of each token's ratio, which loss.name = {self.name} does not have"
-            remedy = "Set it to none, or take another loss.name, such as grpo"
-            raise UserError("loss.trust_region", self.trust_region, problem, remedy)
-        for setting in ("tis_cap", "tis_level", "mask_below", "mask_above"):
-            if (value := getattr(self, setting)) not in (None, "token"):
-                problem = f"corrects for the engine, as the ratio of loss.trust_region = {self.trust_region} does"
-                raise UserError(f"loss.{setting}", value, problem, "Leave it out, or set loss.trust_region=none")
-
 
 class ScheduleConfig(Section):
     shape: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
@@ -206,27 +152,10 @@ class ScheduleConfig(Section):
     off_last: Share = 0.0
     """Share of the run, at its end, without pruning (as InfoBatch does)."""
 
-    def check(self, level: str, rule: str) -> None:
-        """
-        Args:
-            level: what is pruned, ``prompts`` or ``completions``.
-            rule: of that level.
-        """
-        if self.shape == "adaptive" and rule not in ("threshold", "neyman"):
-            problem = f"wants a share to solve for and a variance to estimate; pruning.{level}.rule = {rule} lacks one"
-            remedy = f"Set pruning.{level}.rule to neyman or threshold, or take another shape"
-            raise UserError(f"pruning.{level}.schedule.shape", self.shape, problem, remedy)
-        if self.shape in ("linear", "cosine") and self.ramp + self.off_last > 1.0:
-            problem = f"with pruning.{level}.schedule.off_last = {self.off_last:g} it is longer than the run"
-            remedy = "Lower one of the two: together they are shares of the run"
-            raise UserError(f"pruning.{level}.schedule.ramp", self.ramp, problem, remedy)
-
-
-def check_own_rule(level: str, rule: str, function: str | None) -> None:
-    """Refuse a function beside a rule that is not the default."""
-    if function is not None and rule != "neyman":
-        problem = f"takes the place of pruning.{level}.rule, and that is {rule}"
-        raise UserError(f"pruning.{level}.function", function, problem, "Leave one of the two out")
+    @property
+    def spent(self) -> float:
+        """Shares of the run that ramp and off_last take together."""
+        return self.ramp + self.off_last
 
 
 class PromptPruningConfig(Section):
@@ -258,23 +187,6 @@ class PromptPruningConfig(Section):
         """The rule's name in the table, or that of the user's own."""
         return self.function or self.rule
 
-    def kept(self, prompts: int) -> int:
-        """How many of a window's prompts the rules with a budget roll out, where all take as many tokens."""
-        return math.floor(prompts * self.keep) if self.named in ("threshold", "neyman") else prompts
-
-    def check(self, max_weight: float) -> None:
-        check_own_rule("prompts", self.rule, self.function)
-        if self.named == "neyman" and self.floor > self.keep:
-            problem = f"is above pruning.prompts.keep = {self.keep:g}, so that more would be kept than asked for"
-            remedy = f"Lower it to {self.keep:g} or less, or raise pruning.prompts.keep"
-            raise UserError("pruning.prompts.floor", self.floor, problem, remedy)
-        bounds = {"neyman": ("floor", self.floor), "threshold": ("keep", self.keep)}
-        setting, least = bounds.get(self.rule, ("", 1.0))
-        if least * max_weight < 1.0 - 1e-9:
-            problem = f"lets a prompt's weight reach {1.0 / least:g}, above pruning.max_weight = {max_weight:g}"
-            remedy = f"Raise it to {1.0 / max_weight:g} or more, or raise pruning.max_weight"
-            raise UserError(f"pruning.prompts.{setting}", least, problem, remedy)
-
 
 class CompletionPruningConfig(Section):
     rule: Literal["none", "threshold", "neyman", "threshold_deterministic", "top_k", "extremes"] = "neyman"
@@ -303,13 +215,6 @@ class CompletionPruningConfig(Section):
         """The rule's name in the table, or that of the user's own."""
         return self.function or self.rule
 
-    def check(self) -> None:
-        check_own_rule("completions", self.rule, self.function)
-        if self.normaliser == "kept" and self.rule != "top_k":
-            problem = f"would make a biased rule of pruning.completions.rule = {self.rule}"
-            remedy = "Leave it at full, or set pruning.completions.rule=top_k"
-            raise UserError("pruning.completions.normaliser", "kept", problem, remedy)
-
 
 class PruningConfig(Section):
     prompts: PromptPruningConfig = PromptPruningConfig()
@@ -323,28 +228,10 @@ class PruningConfig(Section):
     max_rounds: Positive = 10
     """greso with refill, and dynamic_sampling: how often a step rolls out prompts before it trains on what it has."""
 
-    def check(self) -> None:
-        self.prompts.check(self.max_weight)
-        self.completions.check()
-        if self.refill != "none":
-            self._check_refill()
-        self.prompts.schedule.check("prompts", self.prompts.named)
-        self.completions.schedule.check("completions", self.completions.named)
-
-    def _check_refill(self) -> None:
-        rule, own = self.completions.rule, self.completions.function
-        adaptive = self.completions.schedule.shape == "adaptive"
-        if adaptive or own or rule.startswith("threshold"):
-            what = "schedule.shape = adaptive" if adaptive else f"function = {own}" if own else f"rule = {rule}"
-            problem = (
-                "grows the window before the rollouts by what will be kept of them, which "
-                f"pruning.completions.{what} knows only afterwards"
-            )
-            remedy = "Set it to none, or prune with neyman or top_k at a share that is known"
-            raise UserError("pruning.refill", self.refill, problem, remedy)
-        if rule == "none" and self.prompts.rule != "greso":
-            problem = "has nothing to fill up: no completion is pruned"
-            raise UserError("pruning.refill", self.refill, problem, "Set it to none, or set pruning.completions.rule")
+    @property
+    def least_inclusion(self) -> float:
+        """The inclusion probability whose weight is pruning.max_weight."""
+        return (1.0 - 1e-9) / self.max_weight
 
 
 class PackConfig(Section):
@@ -358,20 +245,3 @@ class PackConfig(Section):
     never been measured; ``on``: wherever it can be; ``off``: each completion has a prompt of its own."""
     min_per_rank: Count = 0
     """Fewest packs per data-parallel rank, as long as sequences suffice; 0: twice the pipeline stages, or 1 without."""
-
-    def check(self, longest: int, multiple: int) -> None:
-        """
-        Args:
-            longest: tokens of the longest sequence: prompt and response at their limits.
-            multiple: what the layout wants the tokens of a pack to be a multiple of.
-        """
-        most = self.max_tokens // multiple * multiple
-        if most < longest:
-            usable = f"in this layout packs are multiples of {multiple}, and the {most} that fit are"
-            problem = (
-                f"{usable if multiple > 1 else 'is'} less than data.max_prompt_tokens + rollout.max_response_tokens = "
-                f"{longest}, the longest sequence that a pack must hold"
-            )
-            least = math.ceil(longest / multiple) * multiple
-            remedy = f"Raise pack.max_tokens to {least} or more, or lower the two limits"
-            raise UserError("pack.max_tokens", self.max_tokens, problem, remedy)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from annotated_types import Ge, Lt
+from pydantic import field_validator
 
-from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Section
-from megatron_dppo.errors import UserError
+from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Section, each_once
 from megatron_dppo.hub import policy_folder
 
 if TYPE_CHECKING:
@@ -44,13 +44,7 @@ class LoraConfig(Section):
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def check(self) -> None:
-        if not self.targets:
-            remedy = "Name some, or set model.lora.rank=0 to train all weights"
-            raise UserError("model.lora.targets", "[]", "leaves nothing to train", remedy)
-        if twice := sorted({name for name in self.targets if self.targets.count(name) > 1}):
-            problem = f"names {' and '.join(twice)} more than once"
-            raise UserError("model.lora.targets", ", ".join(self.targets), problem, "Name each matrix once")
+    _once = field_validator("targets")(each_once)
 
 
 class ModelConfig(Section):
@@ -80,18 +74,6 @@ class ModelConfig(Section):
     """Keep the frozen reference (with loss.kl_coef) in the host's memory while it is not needed; its weights then cross
     to the GPU once a step."""
     lora: LoraConfig = LoraConfig()
-
-    def check(self) -> None:
-        if self.lora.rank:
-            self.lora.check()
-            if self.reference_on_host:
-                problem = "with model.lora the reference is the policy, its adapters off, and has no memory of its own"
-                raise UserError("model.reference_on_host", "true", problem, "Leave it out")
-        if self.spec == "te" and self.dtype == "fp32":
-            problem = (
-                "has no fused attention for model.dtype = fp32, and would pad every sequence of a pack to the longest"
-            )
-            raise UserError("model.spec", "te", problem, "Set model.dtype=bf16, or model.spec=torch")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -190,15 +172,3 @@ class OptimizerConfig(Section):
     checkpoint_format: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
     """How a distributed optimizer's state is written: ``fully_reshardable`` resumes in any layout; ``dp_reshardable``
     gathers nothing and is faster, and resumes at the same layout.tp and pp only."""
-
-    def check(self) -> None:
-        if self.min_lr > self.lr:
-            problem = f"is above optimizer.lr = {self.lr:g}"
-            raise UserError("optimizer.min_lr", self.min_lr, problem, "Lower it, or raise optimizer.lr")
-        remedy = "Leave it out, or set optimizer.distributed=true"
-        if self.checkpoint_format == "dp_reshardable" and not self.distributed:
-            problem = "is a format of the distributed optimizer's state, and optimizer.distributed is false"
-            raise UserError("optimizer.checkpoint_format", self.checkpoint_format, problem, remedy)
-        if self.offload and not self.distributed:
-            problem = "without the distributed optimizer its state is the policy's own weights"
-            raise UserError("optimizer.offload", "true", problem, remedy)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Le
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
-from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, Fraction, NonNegative, Positive, Seconds, Section
-from megatron_dppo.errors import UserError
+from megatron_dppo.config.types import (
+    AboveZero,
+    AtLeastOne,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Seconds,
+    Section,
+    each_once,
+)
 
 ServerKind = Literal["sglang", "vllm"]
 """Kinds of rollout servers; each has a file of its name in ``rollout/servers``."""
@@ -40,6 +49,16 @@ class LaunchConfig(Section):
     restarts: Count = 3
     """How often a server that died is started again, over the whole run."""
 
+    @property
+    def sizes(self) -> int:
+        """Numbers in rollout.launch.tp, if it is a list."""
+        return len(self.tp) if isinstance(self.tp, tuple) else 0
+
+    @property
+    def last_port(self) -> int:
+        """The last of rollout.launch.ports."""
+        return self.first_port + self.ports - 1
+
 
 class SyncConfig(Section):
     """How weights reach the servers."""
@@ -68,16 +87,10 @@ class SyncConfig(Section):
     """Where ``disk``, and with vLLM ``adapter``, writes, on a file system that servers share, such as a folder in
     /dev/shm for servers on the same machine; null: ``RUN.DIR/sync``."""
 
-    @field_validator("transport", mode="before")
-    @classmethod
-    def _refuse_tensor(cls, transport: object) -> object:
-        if transport == "tensor":
-            remedy = (
-                "Set it to collective; for servers that share the trainer's GPUs to disk, with rollout.sync.folder in "
-                "/dev/shm"
-            )
-            raise UserError("rollout.sync.transport", "tensor", "is no transport any more", remedy)
-        return transport
+    @property
+    def patience_s(self) -> float:
+        """Twice rollout.sync.timeout_s: ranks that have nothing to send wait in gloo until rollout.timeout_s."""
+        return 2 * self.timeout_s
 
 
 class BranchConfig(Section):
@@ -94,11 +107,11 @@ class BranchConfig(Section):
     keep: Fraction = 1.0
     """Share of the further continuations that is generated. Each is drawn by itself, and counts 1/keep where it is."""
 
-    def check(self, level: int) -> None:
+    @model_validator(mode="after")
+    def _forks_once(self) -> Self:
         if (self.at is None) == (self.entropy is None):
-            problem = "names both ways to fork" if self.at else "does not say where to fork"
-            remedy = "Give each branch either at (tokens of the response) or entropy (nats)"
-            raise UserError(f"rollout.tree.branches[{level}]", dict(self), problem, remedy)
+            raise ValueError("is to have either at (tokens of the response) or entropy (nats)")
+        return self
 
 
 class TreeConfig(Section):
@@ -127,27 +140,28 @@ class TreeConfig(Section):
         below = [branch.children for branch in self.branches]
         return samples // math.prod(below), *below
 
-    def check(self, samples: int, longest: int) -> None:
-        """
-        Args:
-            samples: ``rollout.samples_per_prompt``.
-            longest: ``rollout.max_response_tokens``.
-        """
-        for level, branch in enumerate(self.branches):
-            branch.check(level)
-        deepest = len(self.branches)
-        if self.depths and max(self.depths) > deepest:
-            problem = f"names a depth that rollout.tree.branches does not have: the last one is {deepest}"
-            raise UserError("rollout.tree.depths", self.depths, problem, "Leave it out")
-        fixed = [branch.at for branch in self.branches if branch.at is not None]
-        if sorted(set(fixed)) != fixed or (fixed and fixed[-1] >= longest):
-            problem = f"are to grow, and to stay below rollout.max_response_tokens = {longest}"
-            raise UserError("rollout.tree.branches[].at", fixed, problem, "Put the earlier forks first")
-        each = math.prod(branch.children for branch in self.branches)
-        roots = self.roots or max(samples // each, 2)
-        if samples != roots * each:
-            problem = f"is not the number of leaves of rollout.tree, whose {roots} roots have {each} each"
-            raise UserError("rollout.samples_per_prompt", samples, problem, f"Set it to {roots * each}")
+    @field_validator("branches")
+    @classmethod
+    def _grow(cls, branches: tuple[BranchConfig, ...]) -> tuple[BranchConfig, ...]:
+        fixed = [branch.at for branch in branches if branch.at is not None]
+        if sorted(set(fixed)) != fixed:
+            raise ValueError("is to have earlier forks first")
+        return branches
+
+    @property
+    def levels(self) -> int:
+        """Levels of rollout.tree.branches."""
+        return len(self.branches)
+
+    @property
+    def deepest(self) -> int:
+        """The largest of rollout.tree.depths."""
+        return max(self.depths, default=0)
+
+    @property
+    def last_fork(self) -> int:
+        """The largest ``at`` of rollout.tree.branches."""
+        return max((branch.at or 0 for branch in self.branches), default=0)
 
 
 class RolloutConfig(Section):
@@ -211,12 +225,20 @@ class RolloutConfig(Section):
     max_prob_error: AtLeastOne | None = None
     """Mean of exp |log p difference| past which the run stops; null: 1.001 in fp32, 1.2 in bf16."""
 
+    _once = field_validator("roles")(each_once)
+
+    @property
+    def served(self) -> bool:
+        """Whether servers generate."""
+        return self.engine != "local"
+
     @property
     def segments(self) -> int:
         """Segments of a completion, each with an advantage of its own; 0: a completion has one."""
         return len(self.tree.branches) + 1 if self.tree.branches else len(self.roles)
 
     @property
-    def served(self) -> bool:
-        """Whether servers generate."""
-        return self.engine != "local"
+    def tree_leaves(self) -> int:
+        """Leaves of rollout.tree."""
+        each = math.prod(branch.children for branch in self.tree.branches)
+        return each * (self.tree.roots or max(self.samples_per_prompt // each, 2))

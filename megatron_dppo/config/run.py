@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
+from pydantic import field_validator
 
-from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Seconds, Section
-from megatron_dppo.errors import UserError
+from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Seconds, Section, each_once
 
 
 class RunConfig(Section):
@@ -59,6 +59,8 @@ class RunConfig(Section):
     """Steps, counted from 1, in which torch's profiler watches every rank, and on GPUs the allocator is recorded; what
     they saw is in ``DIR/profile``. Such a step takes longer."""
 
+    _once = field_validator("loggers")(each_once)
+
 
 class EvalConfig(Section):
     every: Count = 50
@@ -83,12 +85,6 @@ class EvalConfig(Section):
     """``eval``: where answers and scores go; null: ``RUN/eval/MODEL``."""
     against: str | None = None
     """``eval``: folder of an earlier evaluation, to compare with problem by problem."""
-
-    def check(self) -> None:
-        if self.samples > 1 and self.temperature == 0.0:
-            problem = f"is greedy, and eval.samples = {self.samples} greedy answers to a problem are one and the same"
-            remedy = "Leave it out, give one above 0, or set eval.samples=1"
-            raise UserError("eval.temperature", 0, problem, remedy)
 
 
 class SftConfig(Section):

@@ -17,7 +17,7 @@ Seconds = AboveZero
 Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 
-Command = Literal["train", "sft", "eval", "probe-tree", "compress"]
+Command = Literal["train", "sft", "eval", "probe-tree", "compress", "serve"]
 """Command that settings are checked for."""
 TRAINING: tuple[Command, ...] = ("train", "sft")
 """Commands that write to ``run.dir``, each alone."""
@@ -28,7 +28,7 @@ AnySection = TypeVar("AnySection", bound="Section")
 class Section(BaseModel):
     """Settings that belong together, and sections of more of them. The text under a setting is its meaning."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """Every setting by its dotted key, with its value."""
@@ -37,6 +37,17 @@ class Section(BaseModel):
                 yield from value.leaves(f"{prefix}{name}.")
             else:
                 yield prefix + name, value
+
+
+def each_once(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a list in which none stands twice, nor is empty.
+
+    Raises:
+        ValueError: for another list, as pydantic's validators do.
+    """
+    if wrong := [word for word in words if not word or words.count(word) > 1]:
+        raise ValueError(f"names {wrong[0]} more than once" if wrong[0] else "has an empty name")
+    return words
 
 
 def replace(section: AnySection, **changes: Any) -> AnySection:

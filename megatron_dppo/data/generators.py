@@ -92,9 +92,6 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
         UserError: if there are fewer distinct problems than asked for.
     """
     lengths = range(config.min_terms, config.max_terms + 1)
-    if not lengths:
-        problem = f"is more than data.arithmetic.max_terms = {config.max_terms}"
-        raise UserError("data.arithmetic.min_terms", config.min_terms, problem, "Lower it, or raise max_terms")
     wanted = config.problems + config.eval_problems
     left = {length: config.max_operand**length for length in lengths}
     if (most := sum(left.values())) < wanted:

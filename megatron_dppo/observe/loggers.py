@@ -182,11 +182,9 @@ _OPEN: Mapping[str, Callable[[Path, Mapping[str, Any], str | None], Sink]] = {
 def check_loggers(names: Sequence[str]) -> None:
     """
     Raises:
-        UserError: a package is missing, or a logger is named twice.
+        UserError: a package is missing.
     """
     for name in names:
-        if names.count(name) > 1:
-            raise UserError("run.loggers", list(names), f"names {name} twice", "Name it once")
         if name in _OPEN and importlib.util.find_spec(name) is None:
             remedy = f"Install it: pip install 'megatron-dppo[{name}]'"
             raise UserError("run.loggers", name, f"{name} is not installed in this environment", remedy)

@@ -54,9 +54,6 @@ def conversation_of(config: Config) -> ConversationFunction | None:
     spec, slimes, roles = config.rollout.conversation, config.rollout.custom_generate, config.rollout.roles
     function: Callable[..., Any]
     if spec == VERIFIERS:
-        if roles:
-            problem = f"have a reward each, and {SETTING} = {spec} has one"
-            raise UserError("rollout.roles", list(roles), problem, "Set it to []")
         setting, function, remedy = SETTING, _Environment(config.data.verifiers), REMEDY
     elif spec is not None:
         said = f'("{roles[0]}", turn) for each turn' if roles else "the turns"
@@ -177,7 +174,7 @@ class _SlimesFunction:
             "hf_checkpoint": str(config.model.folder),
             "rollout_temperature": config.rollout.temperature,
             "rollout_max_response_len": config.rollout.max_response_tokens,
-            "rollout_max_context_len": config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+            "rollout_max_context_len": config.longest,
             "n_samples_per_prompt": config.rollout.samples_per_prompt,
             "partial_rollout": False,
         }

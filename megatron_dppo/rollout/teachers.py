@@ -99,7 +99,7 @@ class TeacherServers:
         self.distillation, self._timeout_s = config.loss.distillation, config.rollout.timeout_s
         self._secret = os.environ.get(SECRET) or None
         self._http, self._room = Http(), asyncio.Semaphore(config.rollout.max_in_flight)
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        longest = config.longest
 
         def contact() -> dict[str, TeacherServer]:
             urls = self.distillation.servers

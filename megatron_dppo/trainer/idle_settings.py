@@ -38,9 +38,8 @@ def _idle(config: Config) -> Iterator[str]:
     loss, pruning, rollout, model = config.loss, config.pruning, config.rollout, config.model
     prompts, completions = pruning.prompts, pruning.completions
     weighed = loss.tis_cap or loss.mask_below or loss.mask_above or rollout.ahead or config.data.rollouts
-    trained = {config.data.train} if isinstance(config.data.train, str) else {s.path for s in config.data.train}
     held_out = sources(config) if config.eval.problems != 0 else []
-    tasks = {source.file for source in held_out} | (set() if config.data.rollouts else trained)
+    tasks = {source.file for source in held_out} | (set() if config.data.rollouts else {*config.data.names})
     served, talks = rollout.served, rollout.conversation is not None
     predicts = prompts.rule == "neyman"
     rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")

@@ -1,8 +1,8 @@
 """Checks before any rank starts. They need no torch. Reading files of prompts takes a second for each 20,000 rows or
 so, and all else a fraction of one.
 
-``check_config`` checks settings against each other, as they say themselves in ``config/``; ``preflight`` also against
-the machine: files, the policy, the disk.
+``check_config`` checks settings against each other, by the table of exclusions in ``config/``; ``preflight`` also
+against the machine: files, the policy, the disk.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.safetensors_files import check_finite, check_weights
-from megatron_dppo.config import Config, DataConfig
+from megatron_dppo.config import Config, DataConfig, exclusions
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
-from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
+from megatron_dppo.data.generators import GENERATORS, VERIFIERS
 from megatron_dppo.data.prompts import NO_CHECK, LabelCheck, are_stored, prepare
 from megatron_dppo.data.template import check_template
 from megatron_dppo.data.tokenizer import check_embedded
@@ -30,7 +30,7 @@ from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
-from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
+from megatron_dppo.rollout.servers.preflight import check_launch, check_servers
 from megatron_dppo.trainer.disk import disk_needed, size_text
 from megatron_dppo.trainer.numbers import check_numbers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
@@ -100,14 +100,14 @@ def check_config(config: Config, command: Command = "train") -> None:
 
 def _checks_of_settings(config: Config, command: Command) -> Iterator[Check]:
     yield partial(check_numbers, config)
-    yield from config.checks(command)
+    yield from exclusions.checks(config, command)
     if command != "sft":
-        yield partial(check_rollout, config)
+        yield partial(check_launch, config)
 
 
 def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> Iterator[Check]:
     yield partial(check_layout, shape, config.layout)
-    yield partial(_check_routing, config, shape)
+    yield from exclusions.checks(config, command, shape)
     yield partial(_check_weights, config, shape, command)
     yield partial(_check_tokens, config)
     if config.data.chat_template:
@@ -115,8 +115,6 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
     if command == "train":
         for teacher in config.loss.distillation.models:
             yield partial(_check_teacher, config, shape, teacher, config.loss.distillation.setting_of(teacher))
-    yield partial(_check_adapters, config, shape)
-    yield partial(_check_positions, config, shape, command)
     if command != "sft":
         yield partial(check_servers, config, shape)
     if command in TRAINING:
@@ -127,8 +125,6 @@ def _checks_of_surroundings(config: Config, command: Command) -> Iterator[Check]
     yield partial(_check_data, config, command)
     if command != "sft":
         yield partial(_check_reward, config.reward.function)
-        if command != "eval":
-            yield partial(_check_task_is_rewarded, config)
     if command == "train":
         yield partial(check_loggers, config.run.loggers)
 
@@ -184,13 +180,6 @@ def _check_tokens(config: Config) -> None:
     check_embedded(stops, folder, "the setting", "rollout.stop_token_ids")
 
 
-def _check_routing(config: Config, shape: PolicyShape) -> None:
-    replayed = config.loss.replay_routing
-    if replayed != "none" and not shape.experts:
-        problem = f"replays experts, and the policy in {config.model.path} has none"
-        raise UserError("loss.replay_routing", replayed, problem, "Set it to none, or take a mixture of experts")
-
-
 def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str) -> None:
     """Look at a teacher's files, and hold its vocabulary, its positions and the layout against its shape.
 
@@ -225,7 +214,7 @@ def _check_teacher(config: Config, shape: PolicyShape, named: str, setting: str)
         first = different[0]
         problem = f"its token {first} is {others[first]!r:.40}, and that of the policy is {ours[first]!r:.40}"
         raise UserError(setting, teacher, problem, "Give a teacher of the policy's vocabulary")
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.longest
     if longest > theirs.max_positions:
         problem = f"was made for {theirs.max_positions} positions, and the longest sequence has {longest} tokens"
         remedy = "Lower data.max_prompt_tokens or rollout.max_response_tokens, or give another teacher"
@@ -241,29 +230,6 @@ def _tokens(folder: Path) -> dict[int, str]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return {int(number): token for token, number in {**listed, **added}.items()}
-
-
-def _check_adapters(config: Config, shape: PolicyShape) -> None:
-    targets = config.model.lora.targets
-    if (
-        config.model.lora.rank
-        and shape.experts
-        and config.run.export
-        and ("gate_proj" in targets) != ("up_proj" in targets)
-    ):
-        problem = "PEFT could not load the export: in a mixture it takes adapters of gate_proj and up_proj together"
-        raise UserError("model.lora.targets", ", ".join(targets), problem, "Name both or none, or set run.export=false")
-
-
-def _check_positions(config: Config, shape: PolicyShape, command: Command) -> None:
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    setting, value, remedy = "rollout.max_response_tokens", response, " or data.max_prompt_tokens"
-    if command == "sft":
-        setting, value, remedy, response = "data.max_prompt_tokens", prompt, "", 0
-    longest, most = prompt + response, shape.max_positions
-    if longest > most:
-        problem = f"the longest sequence has {longest} tokens, and the policy was made for {most} positions"
-        raise UserError(setting, value, problem, f"Lower {setting}{remedy}")
 
 
 def _check_data(config: Config, command: Command) -> None:
@@ -339,21 +305,6 @@ def _check_reward(function: str) -> None:
     missing = where.endswith(".py") and not Path(where).is_file()
     if function not in BUILTIN and (not where or missing):
         resolve(function)  # says what is wrong; what exists is imported where it runs
-
-
-def _check_task_is_rewarded(config: Config) -> None:
-    function, train = config.reward.function, config.data.train
-    tasks = {train} if isinstance(train, str) else {source.path for source in train}
-    for theirs in (REASONING_GYM, VERIFIERS):
-        if function == theirs and tasks != {theirs}:
-            problem = f"judges what data.train={theirs} brings, and data.train is {', '.join(sorted(tasks))}"
-            raise UserError("reward.function", function, problem, "Set one of the two")
-        if theirs in tasks and function in BUILTIN and function != theirs:
-            problem = f"does not know how answers to the problems of {theirs} are judged, and they do"
-            raise UserError("reward.function", function, problem, f"Set reward.function={theirs}")
-    if (conversation := config.rollout.conversation) == VERIFIERS and VERIFIERS not in tasks:
-        problem = f"speaks with what data.train={VERIFIERS} brings, and data.train is {', '.join(sorted(tasks))}"
-        raise UserError("rollout.conversation", conversation, problem, "Set one of the two")
 
 
 def _check_own(place: Path, setting: str, folder: Path, run_dir: Path) -> None:

@@ -84,8 +84,3 @@ def test_all_distinct_sums_can_be_used_up_but_no_more() -> None:
     assert len({*questions(train), *questions(held_out)}) == 12
     with pytest.raises(UserError, match="the 12 distinct sums"):
         make_sums(replace(every, problems=6))
-
-
-def test_fewest_terms_above_most_is_refused() -> None:
-    with pytest.raises(UserError, match="min_terms"):
-        make_sums(replace(CONFIG, min_terms=6))

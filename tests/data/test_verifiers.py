@@ -427,8 +427,6 @@ def test_what_an_environment_of_several_turns_lacks_is_said() -> None:
     with pytest.raises(UserError, match=r"guess_game speaks with the policy in several turns.*=verifiers"):
         check_turns(config, config.data, lambda: [prompt.extra for prompt in prompts])
     check_turns(game(), config.data, lambda: [prompt.extra for prompt in prompts])
-    with pytest.raises(UserError, match=r"rollout\.roles.*Set it to \[\]"):
-        conversation_of(game(roles=("a", "b")))
     with pytest.raises(UserError, match=r"guess_game: cannot be loaded"):
         conversation_of(game("no such kind"))
     forgets = game("forgets")

@@ -108,7 +108,7 @@ def test_a_census_counts_two_rewards():
 
 @pytest.mark.parametrize("baseline", ["mixed", "siblings", "roots", "depth"])
 def test_a_tree_has_no_advantage_of_rounding(baseline: str):
-    tree = TreeConfig(branches=(BranchConfig(children=2),), baseline=baseline)
+    tree = TreeConfig(branches=(BranchConfig(at=1, children=2),), baseline=baseline)
     segments = np.zeros((1, 4, 2), SEGMENT)
     segments["tokens"], segments["weight"] = (1, 2), 1.0
     assert (tree_advantages(ALIKE, segments, tree) == 0.0).all()

@@ -156,11 +156,6 @@ def token_losses_of(objective: Objective, count: int) -> torch.Tensor:
     return token_losses(objective, logprobs=logprobs, old_logprobs=logprobs, tis_cap=None, sample=sample, **rest).loss
 
 
-def test_a_trust_region_and_an_objective_of_ones_own_exclude_each_other() -> None:
-    with pytest.raises(UserError, match=r"loss\.trust_region = tv.*loss\.objective = a\.py:b"):
-        LossConfig(objective="a.py:b", trust_region="tv").check()
-
-
 def test_an_engine_of_ones_own_without_what_a_run_asks_of_it_is_refused(own: Path) -> None:
     make = engine_maker(Config(rollout=RolloutConfig(engine_function=f"{own}:Half")))
     assert make is not None

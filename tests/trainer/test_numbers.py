@@ -19,7 +19,7 @@ from tests.runs import write_run
 @pytest.mark.parametrize(
     "word",
     ["run.seed=18446744073709551616", "data.arithmetic.seed=9223372036854775808", "rollout.timeout_s=1e308",
-     "run.late_s=.inf", "optimizer.clip_grad=1e308", "loss.clip_high=1e300", "rollout.request_timeout_s=1e10"],
+     "optimizer.clip_grad=1e308", "loss.clip_high=1e300", "rollout.request_timeout_s=1e10"],
 )  # fmt: skip
 def test_a_number_that_nothing_can_hold_is_refused(word: str) -> None:
     key = word.partition("=")[0]

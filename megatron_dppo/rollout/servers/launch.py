@@ -66,8 +66,6 @@ class EngineSpec:
     rank_environment: Mapping[str, str] = field(default_factory=dict)
     """NCCL's variables that the trainer's ranks and the servers must share in a group for weights. Servers that the run
     starts inherit them from its ranks."""
-    custom_generate: bool = False
-    """Whether slime's functions can send requests to it (``rollout.custom_generate``)."""
 
     @property
     def installed(self) -> bool:

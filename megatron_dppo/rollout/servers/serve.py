@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from types import FrameType
 from urllib.parse import urlsplit
 
-from megatron_dppo.config import Config, replace
+from megatron_dppo.config import Config, exclusions, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.process import stop
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import SECRET, server_urls, spec_of
-from megatron_dppo.rollout.servers.preflight import check_rollout, check_servers
+from megatron_dppo.rollout.servers.preflight import check_launch, check_servers
 from megatron_dppo.rollout.servers.processes import ServerProcess, wait_ready
 
 LOOK_S = 0.5
@@ -67,13 +67,15 @@ def task_server(config: Config, environ: Mapping[str, str]) -> ServerProcess:
     if not environ.get(SECRET):
         problem = "is not set: without a secret, whoever reaches the server could use it"
         raise UserError(SECRET, "", problem, "Set it to a word of your own, for the trainer too")
-    check_rollout(config)
+    shape = read_shape(config.model.folder)
+    for check in (*exclusions.checks(config, "serve"), *exclusions.checks(config, "serve", shape)):
+        check()
     url = urlsplit(urls[task])
     assert url.hostname and url.port
     alone = replace(config.rollout.launch, count=1, first_port=url.port, ports=1)
     config = replace(config, rollout=replace(config.rollout, servers=(), launch=alone))
-    check_rollout(config)
-    check_servers(config, read_shape(config.model.folder), environ)
+    check_launch(config)
+    check_servers(config, shape, environ)
     # A machine's own name may mean loopback on itself, and an address that others reach elsewhere.
     is_address = ":" in url.hostname or url.hostname.replace(".", "").isdigit()
     host = url.hostname if is_address else "0.0.0.0"

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dppo.config import Config, LoraConfig
-from megatron_dppo.errors import UserError
 from megatron_dppo.rl.given import as_logprobs
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
@@ -253,13 +252,7 @@ def server_flags(config: Config, secret_file: Path) -> list[str]:
 
 
 def adapter_flags(lora: LoraConfig) -> list[str]:
-    """See :attr:`EngineSpec.adapter_flags`. SGLang takes some matrices only with others."""
-    targets = set(lora.targets)
-    for some, needed in (({"q_proj", "k_proj", "v_proj"}, {"q_proj", "v_proj"}), ({"up_proj"}, {"gate_proj"})):
-        if targets & some and not targets >= needed:
-            problem = f"lacks {' and '.join(sorted(needed - targets))}, without which SGLang cannot have the others"
-            remedy = "Add what is lacking, or leave rollout.sync.adapter out: servers then get merged weights"
-            raise UserError("model.lora.targets", ", ".join(lora.targets), problem, remedy)
+    """See :attr:`EngineSpec.adapter_flags`."""
     flags = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank", str(lora.rank)]
     return [*flags, "--lora-target-modules", *lora.targets]
 
@@ -275,5 +268,4 @@ SPEC = EngineSpec(
     flags=server_flags,
     adapter_flags=adapter_flags,
     rank_environment={"NCCL_CUMEM_ENABLE": "0"},  # which SGLang sets for itself, unless it is set
-    custom_generate=True,
 )  # fmt: skip

@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import Config, LoraConfig
-from megatron_dppo.errors import UserError
 from megatron_dppo.rl.given import as_logprobs
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
@@ -331,10 +330,6 @@ def server_flags(config: Config, secret_file: Path) -> list[str]:
 
 def adapter_flags(lora: LoraConfig) -> list[str]:
     """See :attr:`EngineSpec.adapter_flags`."""
-    if lora.rank > (most := ADAPTER_RANKS[-1]):
-        problem = f"vLLM takes adapters of at most {most} ranks, and rollout.sync.adapter sends it these"
-        remedy = f"Lower it to {most}, or leave rollout.sync.adapter out: servers then get merged weights"
-        raise UserError("model.lora.rank", lora.rank, problem, remedy)
     return ["--enable-lora", "--max-lora-rank", str(min(n for n in ADAPTER_RANKS if n >= lora.rank))]
 
 

@@ -151,7 +151,6 @@ OWN = {
 
 def test_a_rule_of_ones_own_has_the_floor_and_weighs_by_its_probabilities():
     own = CompletionPruningConfig(function="own.py:good")
-    own.check()
     adopt(own.named, OWN["good"])
     given = candidates([*MIXED, [1, 1, 1, 1]], floor=0.2)
     inclusion = completion_inclusion(own.named, given, 0.1)
@@ -176,9 +175,3 @@ def test_what_a_rule_must_not_return_is_refused(name: str, problem: str):
     with pytest.raises(UserError, match=problem) as refused:
         completion_inclusion(f"own.py:{name}", candidates(MIXED), 0.5)
     assert (refused.value.setting, refused.value.value) == ("pruning.completions.function", f"own.py:{name}")
-
-
-def test_a_function_and_the_rule_that_takes_it_go_together():
-    for wrong in ({"rule": "none", "function": "a.py:b"}, {"rule": "top_k", "function": "a.py:b"}):
-        with pytest.raises(UserError, match=r"pruning\.completions\.function"):
-            CompletionPruningConfig(**wrong).check()

@@ -151,12 +151,3 @@ def test_a_rule_of_ones_own_has_the_floor_and_returns_probabilities():
     adopt("own.py:exits", lambda candidates, keep: sys.exit(0))
     with pytest.raises(UserError, match=r"own.py:exits: failed \(SystemExit: 0\)"):
         inclusion("own.py:exits", 0.7, square=[1.0] * 3)
-
-
-def test_a_rule_of_ones_own_is_named_and_its_weights_are_bounded():
-    for wrong, setting in (
-        ({"rule": "threshold", "function": "a.py:b"}, "function"),
-        ({"function": "a.py:b", "floor": 0.1}, "floor"),
-    ):
-        with pytest.raises(UserError, match=rf"pruning\.prompts\.{setting}"):
-            PromptPruningConfig(**wrong).check(5.0)

@@ -1,0 +1,149 @@
+"""Exclusions between settings: the table ``exclusions.yaml``, which runs are checked against before they start.
+
+``tools/site/settings_page.py`` prints the table in docs/settings.md.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from megatron_dppo.config import Config
+from megatron_dppo.config.types import Command, Section
+from megatron_dppo.config.yaml_core import Loader
+from megatron_dppo.errors import UserError
+
+TABLE = Path(__file__).with_suffix(".yaml")
+TERM = re.compile(r"([\w.]+)(?:(!=|>=|[=<>])(.*))?")
+PLACE = re.compile(r"\{([\w.]+)\}")
+ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
+EVERY = "every command"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A condition on settings, as ``exclusions.yaml`` describes them."""
+
+    key: str
+    order: str | None
+    """``=``, ``!=``, ``<``, ``>`` or ``>=``; None: the value is neither null, false, 0 nor empty."""
+    words: tuple[str, ...]
+    """Values, keys of settings and properties to compare with."""
+
+    @classmethod
+    def read(cls, text: str) -> Term:
+        key, order, words = TERM.fullmatch(text).groups()  # type: ignore[union-attr]  # a test reads the table
+        return cls(key, order, tuple(words.split("|")) if order else ())
+
+    def holds(self, config: Config, policy: object) -> bool:
+        value = value_of(self.key, config, policy)
+        if self.order is None:
+            return bool(value)
+        others = [value_of(word, config, policy) if is_key(word) else word for word in self.words]
+        if self.order in ORDERS:
+            return None not in (value, *others) and ORDERS[self.order](value, float(others[0]))
+        texts = {text_of(each) for each in (value, *(value if isinstance(value, tuple) else ()))}
+        patterns = "|".join(re.escape(text_of(other)).replace(r"\*", ".*") for other in others)
+        return any(re.fullmatch(patterns, text) for text in texts) == (self.order == "=")
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """A row of the table: a value of a setting that is refused beside values of others."""
+
+    terms: tuple[Term, ...]
+    """The refused setting's comes first. The row excludes settings of which all hold."""
+    because: str
+    """Continues "setting = value: "; ``{key}`` is replaced by the value of a setting or property."""
+    remedy: str
+    commands: tuple[str, ...]
+
+    @property
+    def of_policy(self) -> bool:
+        """Whether the row requires the shape of the policy."""
+        return any(name.startswith("policy.") for term in self.terms for name in (term.key, *term.words))
+
+    def check(self, config: Config, policy: object = None) -> None:
+        """
+        Args:
+            config: of the run.
+            policy: its ``PolicyShape``, if the row requires one.
+
+        Raises:
+            UserError: the configuration has what the row excludes.
+        """
+        if not all(term.holds(config, policy) for term in self.terms):
+            return
+
+        def text(key: str) -> str:
+            if key == "with":
+                return " and ".join(f"{term.key} = {text(term.key)}" for term in self.terms[1:])
+            return text_of(value_of(key, config, policy))
+
+        problem, remedy = (PLACE.sub(lambda found: text(found[1]), said) for said in (self.because, self.remedy))
+        raise UserError(self.terms[0].key, text(self.terms[0].key), problem, remedy)
+
+
+@cache
+def exclusions() -> tuple[Exclusion, ...]:
+    """The rows of the table, in its order."""
+    table = yaml.load(TABLE.read_text(encoding="utf-8"), Loader)
+    return tuple(row for commands, rows in table.items() for each in rows for row in _rows(commands, **each))
+
+
+def _rows(commands: str, **row: Any) -> Iterator[Exclusion]:
+    commanded = get_args(Command) if commands == EVERY else tuple(commands.split())
+    for each in row.pop("each", [""]):
+        of = {name: text.replace("EACH", each) for name, text in row.items()}
+        terms = tuple(map(Term.read, of["when"].split()))
+        yield Exclusion(terms, of["because"], of.get("remedy") or _defaults(terms), commanded)
+
+
+def _defaults(terms: tuple[Term, ...]) -> str:
+    """The remedy of setting one of the terms' settings to its default, if the term does not hold then."""
+    defaults = dict(Config().leaves())
+    others = [term.key for term in terms if term.key in defaults and not term.holds(Config(), None)]
+    return f"Set {', or '.join(f'{key}={text_of(defaults[key])}' for key in others)}"
+
+
+def checks(config: Config, command: Command, policy: object = None) -> Iterator[Callable[[], None]]:
+    """Each raises UserError if the settings have what a row of the table excludes.
+
+    Args:
+        config: of the run.
+        command: that is to run.
+        policy: the policy's ``PolicyShape``, for the rows that require one; None: for all others.
+    """
+    for row in exclusions():
+        if command in row.commands and row.of_policy == (policy is not None):
+            yield partial(row.check, config, policy)
+
+
+def is_key(word: str) -> bool:
+    """Whether a word is a dotted key of a setting or property, not a value."""
+    section, dot, _ = word.partition(".")
+    return section in ("policy", *Config.model_fields) if dot else isinstance(getattr(Config, word, None), property)
+
+
+def value_of(key: str, config: Config, policy: object = None) -> Any:
+    """The value of a setting or property by its dotted key."""
+    name = key.removeprefix("policy.")
+    return operator.attrgetter(name)(config if name == key else policy)
+
+
+def text_of(value: object) -> str:
+    """A value as an override has it."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(text_of, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Section):
+        return "{" + ", ".join(f"{name}: {text_of(each)}" for name, each in value) + "}"
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,158 @@
+"""Each row of the table of exclusions refuses the smallest configuration that it is about, and nothing smaller."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from megatron_dppo.config import Config
+from megatron_dppo.config.exclusions import Exclusion, Term, checks, exclusions, text_of, value_of
+from megatron_dppo.config.types import Command
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.settings import load_config, settings
+from megatron_dppo.trainer.preflight import check_config, found_by
+
+DENSE = PolicyShape(2, 64, 8, 4, 32, 128, 64, True, 1e6, 1e-6, 1536)
+POLICY = {"policy.experts": replace(DENSE, experts=4, experts_per_token=2)}
+"""Policies by the condition that they meet. ``DENSE`` has as many positions as the default settings take."""
+NAMES = {
+    "data.rollouts": "rollouts.jsonl",
+    "rollout.servers": "[http://a:1]",
+    "rollout.tree.branches": "[{at: 2}]",
+    "rollout.tree.depths": "[0]",
+    "rollout.roles": "[solver]",
+    "rollout.launch.tp": "[1,2]",
+    "loss.mask_below": "0.5",
+}
+"""Values of settings that no word will do for."""
+MEET = {
+    "usable_pack<longest": ["pack.max_tokens=1535"],
+    "layout.pack_multiple>1": ["layout.cp=2"],
+    "loss.distillation.servers": ["loss.distillation.teacher=http://a:1"],
+    "loss.distillation.named": ["loss.distillation.teacher=dir"],
+    "rollout.tree.deepest>rollout.tree.levels": ["rollout.tree.depths=[0,2]"],
+    "rollout.tree.last_fork>=rollout.max_response_tokens": ["rollout.max_response_tokens=2"],
+    "rollout.samples_per_prompt!=rollout.tree_leaves": ["rollout.samples_per_prompt=9"],
+    "loss.updates_per_rollout>kept_prompts": ["loss.updates_per_rollout=65"],
+    "kept_prompts=rollout.prompts_per_step": ["pruning.prompts.rule=none"],
+    "pruning.prompts.floor<pruning.least_inclusion": ["pruning.prompts.floor=0.19"],
+    "pruning.prompts.keep<pruning.least_inclusion": ["pruning.prompts.keep=0.19"],
+    "pruning.prompts.schedule.spent>1": ["pruning.prompts.schedule.off_last=0.9"],
+    "pruning.completions.schedule.spent>1": ["pruning.completions.schedule.off_last=0.9"],
+    "data.names=reasoning_gym": ["data.train=reasoning_gym"],
+    "data.names=verifiers": ["data.train=verifiers"],
+    "rollout.launch.sizes>0": ["rollout.launch.tp=[1,2]"],
+    "rollout.launch.sizes!=rollout.launch.count": ["rollout.launch.count=3"],
+    "rollout.launch.last_port>65535": ["rollout.launch.first_port=65000"],
+    "rollout.timeout_s<rollout.sync.patience_s": ["rollout.timeout_s=239"],
+    "rollout.launch.ports<rollout.launch.count": ["rollout.launch.ports=1", "rollout.launch.count=2"],
+    "rollout.max_batch<eval.samples": ["rollout.max_batch=1", "eval.samples=2"],
+    "data.max_prompt_tokens>policy.max_positions": ["data.max_prompt_tokens=1537"],
+    "longest>policy.max_positions": ["rollout.max_response_tokens=1025"],
+    "pruning.prompts.floor>pruning.prompts.keep": ["pruning.prompts.floor=0.71"],
+}
+"""Overrides that meet conditions on properties, and on two settings."""
+
+
+def text(term: Term) -> str:
+    return f"{term.key}{term.order or ''}{'|'.join(term.words)}"
+
+
+def overrides(terms: tuple[Term, ...]) -> list[str]:
+    """The fewest overrides that meet conditions, as the head of ``exclusions.yaml`` explains them."""
+    found: dict[str, str] = {}
+    for term in terms:
+        if text(term) in MEET:
+            found |= {each.partition("=")[0]: each for each in MEET[text(term)]}
+        elif term.key in settings().keys() - found and not term.holds(Config(), None):
+            found[term.key] = f"{term.key}={value(term)}"
+    return list(found.values())
+
+
+def value(term: Term) -> str:
+    setting = settings()[term.key]
+    word = term.words[0] if term.words else None
+    match term.order:
+        case "=":
+            return str(word).replace("*", "")
+        case ">" if word in settings():
+            return str(settings()[word].default + 1)
+        case "<" if word in settings():
+            return str(settings()[word].default - 1)
+        case ">" | ">=":
+            return str(int(str(word)) + 1)
+        case "!=" if isinstance(setting.default, tuple):
+            return text_of(tuple(each for each in setting.default if each not in term.words))
+        case "!=" if setting.choices:
+            return next(choice for choice in setting.choices if choice not in term.words)
+    kinds = {bool: "true", int: "2", float: "2"}
+    numbers = [kinds[kind] for kind in kinds if kind is setting.type or kind in get_args(setting.type)]
+    return NAMES.get(term.key) or (numbers or ["2" if "Annotated" in str(setting.type) else "own.py:name"])[0]
+
+
+def refusal(row: Exclusion, words: list[str]) -> UserError | None:
+    policy = next((POLICY[text(term)] for term in row.terms if text(term) in POLICY), DENSE)
+    for command in row.commands:
+        config = load_config(None, words)
+        found = list(found_by(checks(config, command, policy if row.of_policy else None)))
+        own = [error for error in found if (error.setting, error.problem) == message(row, config, policy)]
+    return own[0] if own else None
+
+
+def message(row: Exclusion, config: Config, policy: PolicyShape) -> tuple[str, str] | None:
+    try:
+        row.check(config, policy)
+    except UserError as error:
+        return error.setting, error.problem
+    return None
+
+
+@pytest.mark.parametrize("row", exclusions(), ids=lambda row: " ".join(map(text, row.terms)))
+def test_a_row_refuses_the_smallest_configuration_that_has_all_of_it(row: Exclusion) -> None:
+    words = overrides(row.terms)
+    error = refusal(row, words)
+    assert error is not None, f"{words} is not refused"
+    assert (error.setting, error.value) == (
+        row.terms[0].key,
+        text_of(value_of(error.setting, load_config(None, words))),
+    )
+    assert error.problem and error.remedy and "{" not in error.problem + error.remedy
+    for word in words:
+        rest = [each for each in words if each is not word]
+        assert refusal(row, rest) is None, f"{rest} suffice"
+    for way in re.findall(r"(?<!\S)[a-z_]+(?:\.[a-z_]+)+=(?:\[[^\]]*\]|[^\s,;]+)", error.remedy):
+        assert refusal(row, [*words, way]) is None, f"{words} are still refused after {way}"
+
+
+def test_a_row_is_for_commands_that_there_are_and_defaults_are_taken_by_all_of_them() -> None:
+    assert {command for row in exclusions() for command in row.commands} == {*get_args(Command)}
+    for command in get_args(Command):
+        check_config(Config(), command)
+
+
+@pytest.mark.parametrize(
+    ("term", "meet", "fail"),
+    [
+        ("loss.name=gspo|sapo", "loss.name=sapo", "loss.name=grpo"),
+        ("loss.name!=gspo|sapo", "loss.name=grpo", "loss.name=sapo"),
+        ("rollout.ahead", "rollout.ahead=1", "rollout.ahead=0"),
+        ("rollout.ahead>1", "rollout.ahead=2", "rollout.ahead=1"),
+        ("loss.clip_low>=1", "loss.clip_low=1", "loss.clip_low=0.99"),
+        ("loss.clip_low!=null", "loss.clip_low=0", "loss.clip_low=null"),
+        ("reward.overlong_buffer>rollout.max_response_tokens", "reward.overlong_buffer=1025", "run.seed=2"),
+        ("optimizer.min_lr>optimizer.lr", "optimizer.min_lr=1.0000001e-6", "optimizer.min_lr=1e-6"),
+        ("loss.distillation.teacher=http://*", "loss.distillation.teacher=http://a:1", "run.seed=2"),
+        ("model.lora.targets=q_proj|k_proj", "model.lora.targets=[v_proj,k_proj]", "model.lora.targets=[v_proj]"),
+        ("model.lora.targets!=q_proj|k_proj", "model.lora.targets=[v_proj]", "model.lora.targets=[v_proj,k_proj]"),
+        ("data.names!=[verifiers]", "data.train=[{path: verifiers},{path: a.jsonl}]", "data.train=verifiers"),
+        ("rollout.tree.branches=[]", "rollout.tree.branches=[]", "rollout.tree.branches=[{at: 2}]"),
+        ("rollout.temperature!=1", "rollout.temperature=0.5", "rollout.temperature=1.0"),
+        ("kept_prompts=rollout.prompts_per_step", "pruning.prompts.rule=none", "pruning.prompts.keep=0.9"),
+    ],
+)  # fmt: skip
+def test_a_condition_is_met_as_the_table_explains_it(term: str, meet: str, fail: str) -> None:
+    assert [Term.read(term).holds(load_config(None, [word]), None) for word in (meet, fail)] == [True, False]
