@@ -213,13 +213,13 @@ class Trainer:
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
         metrics = staleness(rollouts.metadata, self.version, bound=self.config.rollout.ahead)
         learned = self.learner.learn(plan, rollouts.held, self.step, version=self.version)
-        self.guard.trained(updated=learned.updated, reward=rollouts.metrics["rollout/raw_reward"])
-        if learned.updated or colocated:  # an engine that gave its memory back has no weights left
+        self.guard.trained(updated=plan.updates, reward=rollouts.metrics["rollout/raw_reward"])
+        if plan.updates or colocated:  # an engine that gave its memory back has no weights left
             with self.timers("update_weights"):
-                self.sync(self.version + learned.updated)  # one step's update is one version: the bound counts them
-        if learned.updated and _due(self.version, every):
+                self.sync(self.version + plan.updates)  # one step's update is one version: the bound counts them
+        if plan.updates and _due(self.version, every):
             metrics |= self.check_agreement()
-        return metrics | learned.metrics
+        return metrics | learned
 
     def sync(self, version: int) -> None:
         """Stream the actor's weights to the engine; what it generates then carries their version."""

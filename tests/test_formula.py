@@ -36,9 +36,9 @@ def update(
                 parameter.mul_(reference_scale)
     before = weights_of(policy, world)
     plan = plan_for(world, config, metadata)
-    result = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
+    metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
     after = weights_of(policy, world)
-    return result.metrics, {name: after[name] - before[name] for name in before}, plan
+    return metrics, {name: after[name] - before[name] for name in before}, plan
 
 
 def response_logprobs(model: Qwen3ForCausalLM, group: Group, sample: int) -> torch.Tensor:

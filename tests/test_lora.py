@@ -70,10 +70,10 @@ def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Wei
     chunks = policy.actor.chunks
     base = {entry: parameter.clone() for entry, parameter in bind(chunks, world).items()}
     start = weights_of(policy, world)
-    result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
+    metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
     frozen = all(torch.equal(base[entry], now) for entry, now in bind(chunks, world).items())
     weights = weights_of(policy, world)
-    return result.metrics, start if rank == 0 else {}, weights if rank == 0 else {}, frozen
+    return metrics, start if rank == 0 else {}, weights if rank == 0 else {}, frozen
 
 
 SP = partial(LayoutConfig, tp=2, sequence_parallel=True)
@@ -136,7 +136,7 @@ def kl_of(rank: int, size: int, config: Config, copied: bool) -> dict[str, float
         learner.reference = plain.reference()
         assert isinstance(learner.reference, Reference)
     metadata, groups = step_of_groups(size)
-    return learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0).metrics
+    return learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
 
 
 def test_the_reference_is_the_policy_without_its_adapters(ranks: RankPool, tmp_path: Path) -> None:

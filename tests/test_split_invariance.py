@@ -70,12 +70,12 @@ def learned(
     world, learner, policy = build(config)
     metadata, groups = step(size)
     plan = plan_for(world, config, metadata)
-    result = learner.learn(
+    assert plan.updates
+    metrics = learner.learn(
         reverse_order(plan) if backwards else plan, held_by(rank, metadata, groups), step=1, version=0
     )
-    assert result.updated
     weights = weights_of(policy, world)
-    return result.metrics, weights if rank == 0 else {}
+    return metrics, weights if rank == 0 else {}
 
 
 Update = tuple[dict[str, float], Weights]

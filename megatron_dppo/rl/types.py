@@ -311,6 +311,11 @@ class StepPlan:
     """Messages for the log: a biased rule, an estimated normaliser, a step that kept nothing."""
     census: PruningStats | None = None
 
+    @property
+    def updates(self) -> bool:
+        """Whether anything was kept; if not, no weight moves."""
+        return any(minibatch.capacity for minibatch in self.minibatches)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:

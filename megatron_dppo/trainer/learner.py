@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -45,16 +45,6 @@ def bound_of_weights(config: Config) -> str:
         return f"{cap:g} at most"
     loss = config.loss
     return f"0 above {loss.mask_above:g}" if loss.mask_above else f"within loss.trust_region = {loss.trust_region}"
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateMetrics:
-    """Result of a step's updates; the same on every rank."""
-
-    updated: bool
-    """False where the plan kept nothing: no weight has moved."""
-    metrics: dict[str, float]
-    """``train/…``"""
 
 
 class PolicyLoss:
@@ -139,7 +129,7 @@ class Learner:
         if parts.routing and self._actor.routing:
             self._routing = RoutingWanted(parts.routing, self._world.gather(self._actor.routing.layers))
 
-    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> UpdateMetrics:
+    def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> dict[str, float]:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
 
         Args:
@@ -148,6 +138,9 @@ class Learner:
             step: counted from 0.
             version: of the actor's weights. Trainer and engine are compared on what these very weights have generated;
                 what older ones have differs rightly.
+
+        Returns:
+            ``train/…``, the same on every rank.
 
         Raises:
             UserError: on every rank, if trainer and engine disagree on the rollouts' log-probabilities, or a loss or a
@@ -193,7 +186,7 @@ class Learner:
                 sum((m.samples.prompt_length + m.samples.response_length).sum() for m in plan.minibatches)
             )
             metrics |= {name: sum(load[name] for load in loads) / len(loads) for name in loads[0]}
-        return UpdateMetrics(bool(norms), metrics)
+        return metrics
 
     def measure_score_norms(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
         """The metadata with the exact norms √Σ_t ‖e_t − p_t‖² of all scores, by a forward pass. Collective.

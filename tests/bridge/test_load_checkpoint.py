@@ -51,7 +51,7 @@ def start(rank: int, size: int, config: Config) -> tuple[Weights, float]:
         return weights, 0.0
     metadata, groups = step_of_groups(size)
     learned = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=0, version=0)
-    return weights, learned.metrics["train/kl_loss"]
+    return weights, learned["train/kl_loss"]
 
 
 def from_checkpoint(config: Config, checkpoint: Path, **model: str) -> Config:

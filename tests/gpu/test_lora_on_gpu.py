@@ -25,8 +25,8 @@ def scored_and_learned(rank: int, size: int, config: Config) -> tuple[np.ndarray
     world, learner, policy = stirred(config)
     (logprobs,) = policy.actor.log_probabilities([build_pack(rows_of_a_step(), capacity=1024, pad_id=0, align=1)])
     metadata, groups = step_of_groups(size)
-    result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
-    return logprobs, result.metrics["train/grad_norm"]
+    metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
+    return logprobs, metrics["train/grad_norm"]
 
 
 @pytest.mark.parametrize("family", ["dense", "experts"])

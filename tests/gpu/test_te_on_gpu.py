@@ -113,7 +113,7 @@ def learned(rank: int, size: int, config: Config, backwards: bool) -> tuple[dict
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata)
     plan = reverse_order(plan) if backwards else plan
-    metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0).metrics
+    metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
     return metrics, {name: tensor.float().cpu() for name, tensor in weights_of(policy, world).items()}
 
 

@@ -43,7 +43,7 @@ def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Wei
     metadata, groups = step_of_groups(size)
     for step, tokens in enumerate((32, 64, 32)):
         plan = plan_for(world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata)
-        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0).metrics
+        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0)
     buckets = sum(len(group.buckets) for ddp in policy.actor.modules for group in ddp.bucket_groups)
     return metrics, weights_of(policy, world), buckets
 
@@ -89,7 +89,7 @@ def learned_between_servers(rank: int, size: int, config: Config) -> tuple[dict[
     release(policy)
     for step, tokens in enumerate((32, 64, 32)):
         plan = plan_for(world, replace(config, pack=replace(config.pack, max_tokens=tokens)), metadata)
-        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0).metrics
+        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=step + 1, version=0)
         release(policy)
         policy.actor.release_memory()  # once more makes no difference
     return metrics, weights_of(policy, world), held
@@ -122,7 +122,7 @@ def learned_with_reference(rank: int, size: int, config: Config) -> tuple[dict[s
     metadata, groups = step_of_groups(size)
     with mock.patch.object(torch.Tensor, "to", lambda self, *_, **__: self.clone()):
         plan = plan_for(world, config, metadata)
-        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0).metrics
+        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
     after = [parameter.data_ptr() for parameter in learner.reference.parameters()]
     assert after == places
     return metrics, not set(seen) & set(places)

@@ -32,7 +32,7 @@ def two_steps(rank: int, size: int, config: Config) -> tuple[list[dict[str, floa
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
     plan, held, before = plan_for(world, config, metadata), held_by(rank, metadata, groups), weights_of(policy, world)
-    metrics = [learner.learn(plan, held, step=step, version=0).metrics for step in (1, 2)]
+    metrics = [learner.learn(plan, held, step=step, version=0) for step in (1, 2)]
     return metrics, before, weights_of(policy, world)
 
 
@@ -80,7 +80,7 @@ def one_step(rank: int, size: int, config: Config) -> tuple[dict[str, float], We
     metadata, groups = step_of_groups(size)
     before = weights_of(policy, world)
     learned = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
-    return learned.metrics, before, weights_of(policy, world)
+    return learned, before, weights_of(policy, world)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,7 @@ def test_two_interleaved_stages_do_not_send_in_batches(layout: LayoutConfig, bat
 def loads(rank: int, size: int, config: Config) -> dict[str, float]:
     world, learner, _ = build(config)
     metadata, groups = step_of_groups(size)
-    metrics = learner.learn(
-        plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0
-    ).metrics
+    metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
     return {name.removeprefix("train/busiest_"): metrics[name] for name in metrics if "busiest" in name}
 
 

@@ -58,7 +58,7 @@ def train(rank: int, size: int, config: Config, stop: int, save: tuple[int, ...]
         if step in save and (step, STATE) != found:
             checkpoints.save(policy.actor, step, STATE)
         if step < stop:
-            metrics = learner.learn(plan_for(world, config, metadata), held, step=step + 1, version=0).metrics
+            metrics = learner.learn(plan_for(world, config, metadata), held, step=step + 1, version=0)
             losses.append((metrics["train/loss"], metrics["train/grad_norm"]))
     return weights_of(policy, world), losses
 

@@ -60,9 +60,9 @@ def learned(rank: int, size: int, config: Config) -> Update:
     """Metrics of a step of two updates, and the weights after it."""
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)
-    result = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, routed(groups)), 1, version=0)
+    metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, routed(groups)), 1, version=0)
     weights = weights_of(policy, world)
-    return result.metrics, weights if rank == 0 else {}
+    return metrics, weights if rank == 0 else {}
 
 
 @pytest.fixture(scope="module")
