@@ -1,0 +1,31 @@
+"""The page on the architecture follows a prompt to its gradient as the code does."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.documents import ROOT
+
+PAGE = ROOT / "docs/architecture.md"
+WALK = PAGE.read_text(encoding="utf-8").partition("## One prompt on its way to its gradient")[2].partition("\n## ")[0]
+
+
+def test_the_session_of_one_prompt_is_what_the_code_answers() -> None:
+    command = [sys.executable, "-m", "doctest", "-o", "NORMALIZE_WHITESPACE", str(PAGE)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert WALK.count(">>> ") > 30
+
+
+def test_every_type_on_a_prompt_s_way_is_on_the_page_and_no_other() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        house = importlib.import_module("house")
+    on_the_way = {name.rpartition(".")[2] for name in house.types_on_the_way(ROOT)}
+    assert set(re.findall(r"`(_?[A-Z][A-Za-z]*[a-z][A-Za-z]*)`", WALK)) == on_the_way
