@@ -41,7 +41,15 @@ class Command:
 
 @cache
 def text_of(document: str) -> str:
-    return (ROOT / document).read_text(encoding="utf-8")
+    """The text of a document, or of one of its :func:`sections`."""
+    name, _, section = document.partition("#")
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return re.split(r"^(?=## )", text, flags=re.MULTILINE)[int(section)] if section else text
+
+
+def sections(document: str) -> list[str]:
+    """The parts of a page between its headings, each a document for the other functions: ``docs/trees.md#0``."""
+    return [f"{document}#{number}" for number in range(text_of(document).count("\n## ") + 1)]
 
 
 def blocks(document: str) -> list[Block]:
@@ -64,7 +72,7 @@ def commands(document: str) -> list[Command]:
 
     What has an ellipsis in it shows a part of a command, and ``megatron-dppo train`` alone is a name.
     """
-    if not document.endswith(".md"):
+    if ".md" not in document:
         found = _IN_HEADER.findall(text_of(document))
         return [Command(line, document) for text in found for line in _lines(text.replace("\n#", "\n"))]
     typed = [line for block in blocks(document) if block.language == "bash" for line in _lines(block.text)]

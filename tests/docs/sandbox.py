@@ -37,14 +37,15 @@ class Sandbox:
 
     Args:
         folder: to make it in.
-        document: its files with a title are written, its changes applied to a copy of the package and its tests.
+        document: a page or a section of one. Its files with a title are written, its changes applied to a copy of the
+            package and its tests.
         quickstart: what has become of ``runs/quickstart``; None: nothing.
     """
 
     def __init__(self, folder: Path, document: str, quickstart: Path | None = None) -> None:
         self.folder = folder
         self._said = folder / ".said"
-        shown = blocks(document) if document.endswith(".md") else []
+        shown = blocks(document) if ".md" in document else []
         changes = [block.text for block in shown if block.language == "diff"]
         code = ("megatron_dppo", "tests")
         self._is_changed = bool(changes) or any(block.title.startswith(code) for block in shown)

@@ -8,18 +8,42 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.documents import DOCUMENTS, ROOT, all_commands, text_of
+from tests.docs.documents import DOCUMENTS, ROOT, all_commands, blocks, commands, sections, text_of
 from tests.docs.sandbox import Sandbox
 from tests.docs.ways import NOT_RUN, WAYS, is_run_elsewhere, typed_in, way_of
 
 MAIN = typed_in("main")
+RECIPES = [f"docs/recipes/{name}.md" for name in ("engine", "model_family", "objective", "pruning_rule", "reward")]
+"""Pages whose sections are followed one by one, each in an empty folder: a section says how many files it takes."""
+FOLLOWED = [section for page in RECIPES for section in sections(page) if blocks(section)]
+TAKES = re.compile(r"\*\*(no|one|two|three) new files?, (no|one|two|three) edited files?\*\*")
 
 
-@pytest.mark.parametrize("document", MAIN)
+@pytest.mark.parametrize("document", [document for document in MAIN if document not in RECIPES])
 def test_the_commands_of_a_page_work_in_their_order(document: str, quickstart: Path, tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, document, quickstart)
     for command in MAIN[document]:
         sandbox.type(command)
+
+
+@pytest.mark.parametrize("section", FOLLOWED)
+def test_a_recipe_takes_as_many_files_as_its_first_lines_say(section: str, quickstart: Path, tmp_path: Path) -> None:
+    sandbox = Sandbox(tmp_path, section, quickstart)
+    for command in commands(section):
+        if (way := way_of(command)) and way.suite == "main":
+            sandbox.type(way.typed(command))
+    found = [file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.suffix in (".py", ".txt", ".yaml")]
+    written = [file for file in found if file.parts[0] != "runs" and file.name != "my_run.yaml"]  # the sandbox's own
+    new = [file for file in written if not (ROOT / file).exists()]
+    edited = [f for f in written if f not in new and (tmp_path / f).read_bytes() != (ROOT / f).read_bytes()]
+    numbers = ("no", "one", "two", "three")
+    first_lines = next(part for part in text_of(section).split("\n\n") if not part.startswith("#"))
+    assert TAKES.findall(first_lines) == [(numbers[len(new)], numbers[len(edited)])], (new, edited)
+
+
+def test_every_way_to_extend_the_project_has_a_recipe() -> None:
+    page = text_of("docs/architecture.md")
+    assert [recipe for recipe in RECIPES if f"| [a recipe]({recipe.removeprefix('docs/')}) |" not in page] == []
 
 
 def test_there_is_a_way_to_run_every_command() -> None:

@@ -355,12 +355,12 @@ import sys
 from functools import partial
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import spec_of
-from megatron_dppo.rollout.servers.preflight import check_rollout
 from megatron_dppo.rollout.servers.processes import servers_to_start, wait_ready
 from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.preflight import check_config
 
 config, http = load_config(None, sys.argv[1:]), Http()
-check_rollout(config)
+check_config(config)
 [server] = servers_to_start(config, "s3cret", {})
 server.start()
 client = partial(spec_of(config.rollout.engine).client, http=http)
