@@ -106,7 +106,7 @@ def step_of_sequences(ranks: int) -> tuple[StepMetadata, list[Group]]:
         dataclasses.replace(group, completions=tuple(in_sequences(group.prompt, each) for each in group.completions))
         for group in groups
     ]
-    made = metadata_of(cut, metadata.prompt_inclusion, samples=SAMPLES, levels=0, owner=0)
+    made = metadata_of(cut, metadata.prompt_inclusion, samples=SAMPLES, segments=0, owner=0)
     same = {"score_norms": metadata.score_norms, "owners": metadata.owners, "window": metadata.window}
     return dataclasses.replace(made, **same), cut
 
@@ -151,7 +151,7 @@ def step_of_one_group(ranks: int) -> tuple[StepMetadata, list[Group]]:
     )
     rewards = (rng.random(64) < 0.3).astype(np.float64)
     group = Group(Prompt(0, np.array([7], np.int32), "", ""), completions, rewards)
-    metadata = metadata_of([group], np.ones(1), samples=64, levels=0, owner=0)
+    metadata = metadata_of([group], np.ones(1), samples=64, segments=0, owner=0)
     return dataclasses.replace(metadata, window=1.0), [group]
 
 

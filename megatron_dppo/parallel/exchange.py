@@ -153,7 +153,7 @@ class _Encoding:
         for k in order:
             a, b, c, d, end = self._ends(k)
             part, position = words[position : position + end], position + end
-            segments, table = part[d:].view(np.int8)[: b - a], None
+            segments, advantage, table = part[d:].view(np.int8)[: b - a], samples.advantage[k], None
             if routing is not None:
                 start, position = position, position + routing.words(samples, k, rank)
                 table = routing.decode(samples, k, rank, words[start:position])
@@ -163,7 +163,7 @@ class _Encoding:
                 engine_logprobs=part[b:c].view(np.float32),
                 teacher_logprobs=part[c:d].view(np.float32) if self.taught else None,
                 loss_mask=segments > 0,
-                advantage=samples.advantage[k][segments - np.int8(1)],
+                advantage=advantage[segments - np.int8(1)] if len(advantage) > 1 else advantage[0],
                 scale=float(samples.scale[k]),
                 version=int(samples.version[k]),
                 shared=int(samples.shared_length[k]),

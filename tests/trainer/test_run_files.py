@@ -55,7 +55,7 @@ def outcome(config: Config, first: int) -> tuple[int, str]:
     environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(random.random())}
     with (
         mock.patch("megatron_dppo.launch.rank.JOBS", {"job": "tests.trainer.test_run_files:resume"}),
-        mock.patch("megatron_dppo.launch.rank.print", lambda text, file: said.append(text), create=True),
+        mock.patch("megatron_dppo.launch.rank.tell", said.append),
         mock.patch.dict("os.environ", environment | {"FIRST": str(first)}),
     ):
         return rank_main("job", config), "".join(said)
