@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, ModelConfig
 from megatron_dppo.config.exclusions import Exclusion, Term, checks, exclusions, text_of, value_of
 from megatron_dppo.config.types import Command
 from megatron_dppo.errors import UserError
@@ -156,3 +156,10 @@ def test_a_row_is_for_commands_that_there_are_and_defaults_are_taken_by_all_of_t
 )  # fmt: skip
 def test_a_condition_is_met_as_the_table_explains_it(term: str, meet: str, fail: str) -> None:
     assert [Term.read(term).holds(load_config(None, [word]), None) for word in (meet, fail)] == [True, False]
+
+
+def test_a_star_in_a_value_of_a_setting_is_no_pattern() -> None:
+    """A star of the table stands for any text, one of a user's only for itself."""
+    term = Term.read("model.path=model.checkpoint")
+    same, other = (Config(model=ModelConfig(path=path, checkpoint="runs/*/hf")) for path in ("runs/*/hf", "runs/a/hf"))
+    assert term.holds(same, None) and not term.holds(other, None)

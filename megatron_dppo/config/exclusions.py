@@ -1,4 +1,4 @@
-"""Exclusions between settings: the table ``exclusions.yaml``, which runs are checked against before they start.
+"""Exclusions between settings. Each command checks its configuration against ``exclusions.yaml`` before ranks start.
 
 ``tools/site/settings_page.py`` prints the table in docs/settings.md.
 """
@@ -50,16 +50,17 @@ class Term:
         if self.order in ORDERS:
             return None not in (value, *others) and ORDERS[self.order](value, float(others[0]))
         texts = {text_of(each) for each in (value, *(value if isinstance(value, tuple) else ()))}
-        patterns = "|".join(re.escape(text_of(other)).replace(r"\*", ".*") for other in others)
+        wanted = (re.escape(text_of(other)) for other in others)  # a value of a setting may have a star of its own
+        patterns = "|".join(p if is_key(w) else p.replace(r"\*", ".*") for p, w in zip(wanted, self.words, strict=True))
         return any(re.fullmatch(patterns, text) for text in texts) == (self.order == "=")
 
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """A row of the table: a value of a setting that is refused beside values of others."""
+    """A row of the table: values of settings that are refused together."""
 
     terms: tuple[Term, ...]
-    """The refused setting's comes first. The row excludes settings of which all hold."""
+    """The first one names the setting that the error is about. The row applies if all terms hold."""
     because: str
     """Continues "setting = value: "; ``{key}`` is replaced by the value of a setting or property."""
     remedy: str
@@ -77,7 +78,7 @@ class Exclusion:
             policy: its ``PolicyShape``, if the row requires one.
 
         Raises:
-            UserError: the configuration has what the row excludes.
+            UserError: all terms of the row hold.
         """
         if not all(term.holds(config, policy) for term in self.terms):
             return
@@ -139,7 +140,7 @@ def value_of(key: str, config: Config, policy: object = None) -> Any:
 
 
 def text_of(value: object) -> str:
-    """A value as an override has it."""
+    """Format a value as an override on the command line has it."""
     if isinstance(value, tuple):
         return f"[{','.join(map(text_of, value))}]"
     if isinstance(value, bool):

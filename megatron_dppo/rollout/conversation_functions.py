@@ -1,12 +1,12 @@
-"""Functions that have a run's conversations: the user's own, slime's, and environments of *verifiers*.
+"""Functions that have a run's conversations with the policy: the user's own, slime's, and environments of *verifiers*.
 
 ``rollout.conversation=FILE.py:NAME`` names a function of the user's own (``conversation.py``).
 
-With ``rollout.conversation=verifiers`` the environment has its own loop go, and the policy is its server. Prompts of
-none of its problems, such as those of a benchmark, are answered in one turn.
+With ``rollout.conversation=verifiers`` the environment runs its own loop, and calls the policy as its server. Prompts
+of other sources, such as a benchmark's, are answered in one turn.
 
 ``rollout.custom_generate`` names a function written for slime: ``async custom_generate(args, sample,
-sampling_params)``. It speaks to an SGLang server in the server's own words, and returns the sample, or a list of
+sampling_params)``. It sends requests to SGLang's own HTTP interface, and returns the sample, or a list of
 several, which are one completion here, of several sequences (``rl/sequences.py``).
 """
 
@@ -205,13 +205,13 @@ class _SlimesFunction:
         sampling_params = _sampling_params(client.sampling, prompt.id, client.number)
         returned = await self._function(arguments, sample, sampling_params)
         whole = completion_of_samples(returned, prompt, client.max_tokens)
-        # A function that speaks to the server by means of its own leaves no word of who made which token.
+        # A function with an HTTP client of its own does not record which weights made which token.
         told = client.told or [before, await client.version()]
         return replace(whole, versions=tuple(await client.read_versions(_spans(told, len(whole.token_ids)))))
 
 
 def _sampling_params(sampling: Sampling, prompt: int, number: int) -> dict[str, Any]:
-    """As slime hands them over, in SGLang's words. The seed counts where inference is deterministic, and only there."""
+    """Sampling parameters as slime hands them over. SGLang uses the seed with deterministic inference only."""
     return {
         "sampling_seed": sampling.seed_at(prompt, number),
         "temperature": sampling.temperature,
