@@ -1,6 +1,6 @@
-"""Enumerations and classes of the compiled module ``transformer_engine_torch`` of Transformer Engine 2.14 and 2.20.
+"""Names and values from ``transformer_engine_torch``, the compiled module of Transformer Engine 2.14 and 2.20.
 
-A member that only 2.20 has is the last of its enumeration.
+A member that only version 2.20 has comes last in its enumeration.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _OVERLAPS = (
     "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS SPLIT_PIPELINED_RS_P2P ATOMIC_GEMM_RS"
     " ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG"
 )
-_BACKWARD = [f"{kind}{i}" for i, kind in itertools.product((1, 2, 3), ("GRAD_OUTPUT", "GRAD_INPUT"))]
-_FORWARD = [f"GEMM{i}_{kind}" for i, kind in itertools.product((1, 2, 3), ("INPUT", "WEIGHT", "OUTPUT"))]
-_TYPES = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6}
-_TYPES |= {"kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10}
+_FP8_BACKWARD = [f"{kind}{i}" for i, kind in itertools.product((1, 2, 3), ("GRAD_OUTPUT", "GRAD_INPUT"))]
+_FP8_FORWARD = [f"GEMM{i}_{kind}" for i, kind in itertools.product((1, 2, 3), ("INPUT", "WEIGHT", "OUTPUT"))]
+_DTYPES = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6}
+_DTYPES |= {"kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10}
 
-MEMBERS: dict[str, dict[str, int]] = {
+ENUMERATIONS: dict[str, dict[str, int]] = {
     "CommOverlapAlgo": _numbered("", _OVERLAPS),
     "CommOverlapType": _numbered("", "RS AG"),
-    "DType": _TYPES,
-    "FP8BwdTensors": _numbered("", " ".join(_BACKWARD)),
-    "FP8FwdTensors": _numbered("", " ".join(_FORWARD)),
+    "DType": _DTYPES,
+    "FP8BwdTensors": _numbered("", " ".join(_FP8_BACKWARD)),
+    "FP8FwdTensors": _numbered("", " ".join(_FP8_FORWARD)),
     "Float8BlockScaleTensorFormat": _numbered("", "GEMM_READY COMPACT INVALID"),
     "NVTEScalingMode": _numbered("NVTE_", "DELAYED_TENSOR_SCALING MXFP8_1D_SCALING"),
     "NVTEQBHistogramMode": _numbered("", "TWO_KERNEL FUSED_ATOMIC"),
@@ -61,15 +61,15 @@ CLASSES = (
 )  # fmt: skip
 
 
-def constants(python: str) -> dict[str, Any]:
-    """All enumerations and classes by name. The classes cannot do anything: no rehearsed setting uses them.
+def constants(source: str) -> dict[str, Any]:
+    """The enumerations and classes by name. The classes are empty: no setting of a rehearsal uses them.
 
     Args:
-        python: text of Transformer Engine's Python, which from 2.20 on rejects a compiled module with other members.
+        source: Transformer Engine's Python code, which from 2.20 on rejects enumeration members that it does not name.
     """
-    found: dict[str, Any] = {name: type(name, (), {}) for name in CLASSES}
-    for name, members in MEMBERS.items():
+    constants_by_name: dict[str, Any] = {name: type(name, (), {}) for name in CLASSES}
+    for name, members in ENUMERATIONS.items():
         if name == "NVTE_Fused_Attn_Backend":
-            members = {each: number for each, number in members.items() if each.removeprefix("NVTE_") in python}
-        found[name] = enum.IntEnum(name, members)
-    return found
+            members = {member: number for member, number in members.items() if member.removeprefix("NVTE_") in source}
+        constants_by_name[name] = enum.IntEnum(name, members)
+    return constants_by_name

@@ -1,4 +1,4 @@
-"""What makes Megatron run without CUDA: installed once, and torch's Adam resumes inside the distributed optimizer."""
+"""Patches that run Megatron on a CPU, and the resume of torch's Adam inside Megatron's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ from tests.models.test_logits import LENGTHS, build, pack, targets_of
 from tests.policies import write_policy
 from tests.ranks import RankPool
 
-needs_no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is installed where CUDA is available")
+only_without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="machines with CUDA get no CPU patches")
 
 
-@needs_no_cuda
-def test_installing_twice_changes_nothing_more() -> None:
+@only_without_cuda
+def test_a_second_install_changes_nothing() -> None:
     without_cuda.install()
-    zeros, type_of = torch.zeros, torch.Tensor.type
+    zeros, tensor_type = torch.zeros, torch.Tensor.type
     without_cuda.install()
-    assert torch.zeros is zeros and torch.Tensor.type is type_of
+    assert torch.zeros is zeros and torch.Tensor.type is tensor_type
     assert torch.zeros(1, device="cuda").device.type == "cpu"
     assert torch.ones(1).type() == "torch.cuda.FloatTensor"
     assert torch.ones(1).type(torch.float64).dtype == torch.float64
 
 
-@needs_no_cuda
-def test_models_can_still_be_laid_out_without_memory(tmp_path: Path) -> None:
-    program = (
+@only_without_cuda
+def test_the_meta_device_still_allocates_no_memory(tmp_path: Path) -> None:
+    code = (
         "import torch; from megatron_dppo.parallel import without_cuda; without_cuda.install()\n"
         "with torch.device('meta'): assert torch.nn.Linear(2, 2).weight.is_meta and torch.zeros(1).is_meta"
     )
-    command = Command(["python", "-c", program], tmp_path / "log")  # torch remembers what was asked first
+    command = Command(["python", "-c", code], tmp_path / "log")  # own process: torch caches its tensor factories
     assert command.exit_code() == 0, (tmp_path / "log").read_text()
 
 
 class Trainer:
-    """The least that trains: Megatron's wrappers around a policy, and one fixed pack."""
+    """Train a policy on one fixed pack of sequences, with Megatron's DDP and distributed optimizer."""
 
     def __init__(self, path: Path, layout: LayoutConfig) -> None:
         self.policy: PolicyModel = build(path, layout)[0]
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.module = DistributedDataParallel(self.policy.config, settings, self.policy)
-        optimizer = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, use_distributed_optimizer=True)
-        self.optimizer = get_megatron_optimizer(optimizer, [self.module])
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.ddp = DistributedDataParallel(self.policy.config, ddp_config, self.policy)
+        adam_config = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.01, use_distributed_optimizer=True)
+        self.optimizer = get_megatron_optimizer(adam_config, [self.ddp])
         prepare_adam_state(self.optimizer)
 
     def step(self) -> float:
         vocab = self.policy.shape.vocab_size
         ids, positions, packed = pack(LENGTHS, vocab)
         arguments = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
-        self.module.zero_grad_buffer()
+        self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        logprobs, *_ = self.module(ids, positions, packed_seq_params=packed, **arguments)
+        logprobs, *_ = self.ddp(ids, positions, packed_seq_params=packed, **arguments)
         loss = -logprobs.mean()
         loss.backward()
-        finalize_model_grads([self.module], None)
+        finalize_model_grads([self.ddp], None)
         self.optimizer.step()
         return float(loss)
 
@@ -78,7 +78,7 @@ class Trainer:
 
 
 def train_and_resume(rank: int, size: int, path: Path, folder: Path, sharding: str) -> tuple[list[float], list[float]]:
-    """Losses of three steps after a checkpoint, without and with a resume from it."""
+    """Losses of the three steps after a checkpoint, first without a resume, then resumed from the checkpoint."""
     layout = LayoutConfig(dp=size)
     trainer = Trainer(path, layout)
     for _ in range(2):
@@ -93,9 +93,9 @@ def train_and_resume(rank: int, size: int, path: Path, folder: Path, sharding: s
 
 
 @pytest.mark.parametrize("sharding", ["fully_reshardable", "dp_reshardable"])
-def test_training_resumes_bit_by_bit(ranks: RankPool, tmp_path: Path, sharding: str) -> None:
+def test_a_resumed_run_has_bit_identical_losses(ranks: RankPool, tmp_path: Path, sharding: str) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     for uninterrupted, resumed in ranks.run(2, train_and_resume, write_policy(tmp_path), folder, sharding):
         assert resumed == uninterrupted
-        assert len(set(uninterrupted)) == 3, "the steps do something"
+        assert len(set(uninterrupted)) == 3, "each step changes the loss"

@@ -1,6 +1,6 @@
-"""Writes ``docs/settings.md``, the reference of settings, from the configuration's own classes and exclusions.
+"""Write ``docs/settings.md``, the reference of all settings and of the combinations that commands refuse.
 
-Where they change, ``python tools/site/settings_page.py`` writes it again.
+Run ``python tools/site/settings_page.py`` after each change of ``megatron_dppo/config/``.
 """
 
 from __future__ import annotations
@@ -17,32 +17,36 @@ from megatron_dppo.settings import Setting, allowed, settings, short
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
 INTRODUCTION = """# Settings
 
-A run is a YAML file of these, in sections; `a.b=c` on the command line overrides one of them. An unknown key is an
-error that names the nearest one. With `--print-config` the command `train` prints all of them, with the values
-that a run would take. Where a setting is `null`, its text says what is done instead. [Exclusions](#exclusions) lists
-settings that cannot go together.
+A run is configured by a YAML file with these sections and settings; `a.b=c` on the command line overrides a setting. An
+unknown key is an error that names the nearest key. The option `--print-config` of `train` prints every setting with the
+value that the run would use. If `null` is allowed, the setting's text describes its effect. [Exclusions](#exclusions)
+lists the combinations of settings that commands refuse.
 """
 EXCLUSIONS = """<a id="exclusions"></a>
 
 ## Exclusions
 
-Each command refuses a configuration that meets all conditions of a row, before any rank starts. A setting alone is a
-condition, too: its value is neither null, false, 0 nor an empty list. A list equals each of its elements. `policy.`
-stands for the shape of the policy, as its config.json has it.
+Before any rank starts, a command refuses a configuration that meets the conditions under *setting* and *with* of a row:
+
+- A setting without a value means that the value is neither null, false, 0 nor an empty list.
+- A list is equal to a value if one of its elements is.
+- `policy.` marks a size of the policy, read from its `config.json`.
+
+The text under *because* continues the name of the setting. The sign … replaces a value of the run.
 """
-ORDERS = {"<": "below", ">": "above", ">=": "at least"}
+COMPARISONS = {"<": "below", ">": "above", ">=": "at least"}
 SETTING = re.compile(r"[a-z]+(?:\.[a-z_]+)+(?:=(?:\[[^\]]*\]|[^\s,;:]+))?")
 
 
 def settings_page() -> str:
-    """Every setting under a heading whose anchor is its key, as in ``settings.md#rollout.ahead``."""
+    """The text of the page. The heading of a setting has the key as its anchor: ``settings.md#rollout.ahead``."""
     by_section: dict[str, list[Setting]] = {}
     for setting in settings().values():
         by_section.setdefault(setting.key.rpartition(".")[0], []).append(setting)
     return "\n".join(
         [
             INTRODUCTION,
-            *(line for section, each in by_section.items() for line in _section(section, each)),
+            *(line for section, members in by_section.items() for line in _section(section, members)),
             EXCLUSIONS,
             *(
                 line
@@ -53,9 +57,9 @@ def settings_page() -> str:
     )
 
 
-def _section(section: str, of_section: list[Setting]) -> Iterator[str]:
+def _section(section: str, members: list[Setting]) -> Iterator[str]:
     yield f'<a id="{section}"></a>\n\n## {section}\n'
-    for setting in of_section:
+    for setting in members:
         yield f'<a id="{setting.key}"></a>\n\n### `{setting.key}`\n'
         meaning = setting.meaning.replace("``", "`")
         yield f"{meaning}\n\n*Default* `{_default(setting)}` · *takes* {allowed(setting.type)}\n"
@@ -75,27 +79,27 @@ def _table(commands: tuple[str, ...], rows: Iterator[Exclusion]) -> Iterator[str
 
 
 def _condition(term: Term) -> str:
-    words = [_named(word) if is_key(word) else word for word in term.words]
+    words = [_label(word) if is_key(word) else word for word in term.words]
     if term.order is None:
-        return _named(term.key)
+        return _label(term.key)
     if term.order == "=" and len(words) == 1 and term.key in settings():
         return f"`{term.key}={words[0]}`"
-    how = {"=": "equal to", "!=": "other than"} | ORDERS
-    return f"{_named(term.key)} {how[term.order]} {' or '.join(words)}"
+    comparisons = {"=": "equal to", "!=": "other than"} | COMPARISONS
+    return f"{_label(term.key)} {comparisons[term.order]} {' or '.join(words)}"
 
 
-def _named(key: str) -> str:
-    """A setting by its key, a property by the beginning of its docstring."""
+def _label(key: str) -> str:
+    """Name a setting by its key, and a property of a section by the first clause of its docstring."""
     if key in settings() or key.startswith("policy.") or "//" in key:
         return f"`{key}`"
     section, _, name = key.rpartition(".")
     meaning = getattr(type(value_of(section, Config()) if section else Config()), name).__doc__
-    first = re.split(r"[:,.](?:\s|$)", meaning)[0].replace("``", "")
-    return first[0].lower() + first[1:]
+    clause = re.split(r"[:,.](?:\s|$)", meaning)[0].replace("``", "")
+    return clause[0].lower() + clause[1:]
 
 
 def _text(text: str, others: list[str]) -> str:
-    """A row's text without values."""
+    """Replace values in a row's text by an ellipsis, and ``{with}`` by the other conditions."""
     text = PLACE.sub(lambda found: found[0] if found[1] == "with" else "…", re.sub(r" = \{[^}]*\}", "", text))
     return SETTING.sub(lambda found: f"`{found[0]}`", text).replace("{with}", " and ".join(others))
 
