@@ -39,7 +39,7 @@ def norms(rank: int, size: int, config: Config) -> tuple[float, float, int]:
     metadata, groups = step_of_groups(size)
     with mock.patch.object(actor, "gradient_squares", both):
         plan = plan_for(world, config, metadata)
-        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0).metrics
+        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
     return metrics["train/grad_norm"], *found
 
 
