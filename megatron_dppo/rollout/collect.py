@@ -27,7 +27,7 @@ from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.sequences import check_sequences, longest_response
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
-from megatron_dppo.rollout.engine import PartialRollouts, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import PartialRollout, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import Failures, GroupScoring, ScoredCompletions, check_failures
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, Request, StepRollouts
@@ -174,7 +174,7 @@ class Collector:
         seed: int,
         routing: RoutingShape | None = None,
         branches: tuple[BranchConfig, ...] = (),
-        progress: PartialRollouts | None = None,
+        progress: Sequence[PartialRollout] | None = None,
     ) -> Request:
         """Have the engine begin with completions of this rank's prompts (there may be none), or go on with them."""
         sampling = Sampling(

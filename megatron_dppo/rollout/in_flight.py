@@ -23,7 +23,7 @@ from megatron_dppo.bridge.checkpoint_folder import damaged
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
-from megatron_dppo.rollout.engine import PartialRollout, PartialRollouts
+from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 
 FOLDER = "rollouts"
@@ -79,7 +79,7 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
         share = set(selection.prompt_ids[world.rank :: world.size].tolist())  # as the collector asks for them
         files = [_file(folder, writer) for writer in range(int(stored[_RANKS]))]
         found = world.together(lambda: [_so_far(_arrays(file), share) for file in files], what="rollouts broken off")
-        rollouts.partial = {prompt: known for each in found for prompt, known in each.items()}
+        rollouts.partial = [one for each in found for one in each]
         return rollouts
     if "words" not in stored:
         return rollouts
@@ -134,21 +134,20 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
     return {"rows": np.array(list(held), np.int64), **_packed(completions)}
 
 
-def _parts(so_far: PartialRollouts) -> dict[str, np.ndarray]:
+def _parts(so_far: Sequence[PartialRollout]) -> dict[str, np.ndarray]:
     """Completions so far, one after the other, each with its prompt, its slot, its length, and whether it has ended."""
-    listed = [(prompt, one) for prompt, each in so_far.items() for one in each]
-    places = [(prompt, one.slot, len(one.completion.token_ids), one.ended) for prompt, one in listed]
-    return {"places": np.array(places, np.int64).reshape(-1, 4), **_packed([one.completion for _, one in listed])}
+    places = [(one.prompt, one.slot, len(one.completion.token_ids), one.ended) for one in so_far]
+    return {"places": np.array(places, np.int64).reshape(-1, 4), **_packed([one.completion for one in so_far])}
 
 
-def _so_far(stored: dict[str, Any], share: set[int]) -> PartialRollouts:
+def _so_far(stored: dict[str, Any], share: set[int]) -> list[PartialRollout]:
     """Partial rollouts of some prompts, by their ids, from a file of ``_parts``."""
-    found: dict[int, list[PartialRollout]] = {}
     completions = _completions(stored, stored["places"][:, 2])
-    for (prompt, slot, _, ended), completion in zip(stored["places"].tolist(), completions, strict=True):
-        if prompt in share:
-            found.setdefault(prompt, []).append(PartialRollout(slot, completion, bool(ended)))
-    return found
+    return [
+        PartialRollout(prompt, slot, completion, bool(ended))
+        for (prompt, slot, _, ended), completion in zip(stored["places"].tolist(), completions, strict=True)
+        if prompt in share
+    ]
 
 
 def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:

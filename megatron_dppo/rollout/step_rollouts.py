@@ -11,7 +11,7 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.rl.sequences import check_settings
 from megatron_dppo.rl.types import Group, Prompt, Selection, StepMetadata
-from megatron_dppo.rollout.engine import PartialRollouts
+from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.scoring import ScoredCompletions
 
 
@@ -51,7 +51,7 @@ class StepRollouts:
     """Selection of all ranks."""
     step: int
     """The step that trains on them."""
-    partial: PartialRollouts | None = None
+    partial: list[PartialRollout] | None = None
     """How far this rank's prompts were when they were broken off."""
     requested: Request | ScoredCompletions | None = None
     """This rank's share; offline rollouts are answers already."""
@@ -88,8 +88,7 @@ class StepRollouts:
             len(one.completion.token_ids) < limit + one.ended
             and one.completion.oldest_version >= oldest
             and (one.completion.routing is not None or not one.ended) >= routed  # the rest's tells of all before it
-            for each in (self.partial or {}).values()
-            for one in each
+            for one in self.partial or ()
         )
 
     @staticmethod
