@@ -12,16 +12,6 @@ from megatron_dppo.config import Config
 from megatron_dppo.rl.sequences import check_settings
 from megatron_dppo.rl.types import Group, Prompt, Selection, StepMetadata
 from megatron_dppo.rollout.engine import PartialRollout
-from megatron_dppo.rollout.scoring import ScoredCompletions
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Prompts that the engine is at work on for this rank."""
-
-    prompts: Sequence[Prompt]
-    pending: Any
-    """The engine's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +43,10 @@ class StepRollouts:
     """The step that trains on them."""
     partial: list[PartialRollout] | None = None
     """How far this rank's prompts were when they were broken off."""
-    requested: Request | ScoredCompletions | None = None
-    """This rank's share; offline rollouts are answers already."""
+    prompts: Sequence[Prompt] = ()
+    """This rank's, once they are requested."""
+    requested: Any = None
+    """The engine's own word for what it is at work on; None: nothing."""
     complete: CompleteRollouts | None = None
 
     @property
