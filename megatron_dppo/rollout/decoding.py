@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from megatron_dppo.process.progress import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
-from megatron_dppo.rollout.decoder import Decoder, RowCompaction, without_waiting
+from megatron_dppo.rollout.decoder import Decoder, Routers, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Prefix, TreePath, grown, wants_entropies
 
 PREFILL_TOKENS = 16384

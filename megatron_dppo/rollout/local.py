@@ -17,11 +17,10 @@ from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.decoder import Decoder, empty_model
+from megatron_dppo.rollout.decoder import Decoder, Routers, empty_model
 from megatron_dppo.rollout.decoding import Decoding
 from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.local_conversations import LocalConversations
-from megatron_dppo.rollout.routers import Routers
 from megatron_dppo.rollout.tree import Prefix, TreePath, forks_of, leaves_of, root_of
 
 

@@ -17,9 +17,8 @@ from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import SEGMENT, Completion, Group, Selection, StepMetadata, VersionSpan, no_segments
 from megatron_dppo.rollout.engine import PartialRollout
-from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
-from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts, read_in_flight, write_in_flight
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
 PROMPTS = (8, 1, 5, 3, 7)
