@@ -1,6 +1,6 @@
 """Least seconds of kernels and collectives, at the rates that well-made ones reach. Needs no torch.
 
-``estimate/kernels.py`` applies these rates to formulas, ``rehearse/roofline.py`` to the kernels of a rehearsal. Kernels
+``estimate/kernels.py`` applies these rates to formulas, ``rehearse/command.py`` to the kernels of a rehearsal. Kernels
 follow each other without a gap, and no two overlap.
 """
 

@@ -22,7 +22,7 @@ from megatron_dppo.estimate.roofline import tile_share
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.rehearse.booking import KernelLaunch
-from megatron_dppo.rehearse.roofline import KernelCost, seconds
+from megatron_dppo.rehearse.command import KernelCost, seconds
 from megatron_dppo.rehearse.step import packs_to_play
 from megatron_dppo.settings import load_config
 
