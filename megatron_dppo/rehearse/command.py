@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GIB, read_assumptions
-from megatron_dppo.estimate.kernels import stage_passes, update_seconds
-from megatron_dppo.estimate.memory import Memory, rank_memory, shape_of
-from megatron_dppo.estimate.roofline import (
+from megatron_dppo.estimate.kernels import (
     ATTENTION_BACKWARD,
     ATTENTION_FORWARD,
     COLLECTIVES,
@@ -30,8 +28,11 @@ from megatron_dppo.estimate.roofline import (
     REPLICAS,
     kernel_seconds,
     message_seconds,
+    stage_passes,
+    update_seconds,
     wire_seconds,
 )
+from megatron_dppo.estimate.memory import Memory, rank_memory, shape_of
 from megatron_dppo.estimate.time import head_flops, layer_flops
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.parallel.layout import layout_text
