@@ -53,7 +53,7 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.process.streams import quieten
-from megatron_dppo.report.axes import say
+from megatron_dppo.report.plot import say
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.resume import changes, flat
 

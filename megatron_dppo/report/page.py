@@ -22,16 +22,13 @@ from megatron_dppo.observe.palette import PALETTE, SAME
 from megatron_dppo.observe.summary import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.axes import say, smoothed_at_ends
-from megatron_dppo.report.cost import cost, spent
-from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
-from megatron_dppo.report.parts import Chapter
-from megatron_dppo.report.plot import failure
+from megatron_dppo.report.parts import Chapter, failure
+from megatron_dppo.report.plot import say, smoothed_at_ends
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import RunRecord, data_of, read_runs
-from megatron_dppo.report.tables import benchmarks, options, sample_answers
-from megatron_dppo.report.timing import Race, race, ratios, timing, why_no_interval
+from megatron_dppo.report.tables import benchmarks, frontier, options, sample_answers
+from megatron_dppo.report.timing import Race, cost, race, ratios, spent, timing, why_no_interval
 from megatron_dppo.rl.types import Floats
 
 T = TypeVar("T")
