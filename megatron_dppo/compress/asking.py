@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dppo.compress.passes import Accumulator, Sums
+from megatron_dppo.compress.calibration import Accumulator, Sums
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluator import EvalProblem, Evaluator, open_verifiers

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_dppo.compress.activity import Activity
 from megatron_dppo.compress.asking import Asking
+from megatron_dppo.compress.calibration import Accumulator, Sums
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Accumulator, Sums
-from megatron_dppo.compress.reader import Measure, narrowed, stacked
+from megatron_dppo.compress.reader import Activity, Measure, narrowed, stacked
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Policy
@@ -223,21 +222,11 @@ class Live:
         found = self._gathered(dict(sums), sizes, cut=("norms", "squares", "groups"))
         streams, layers = found["streams"], self.shape.num_layers
         cosines = torch.full((layers + 1, layers + 1), torch.nan, dtype=torch.float64)
-        cosines.diagonal(1).copy_(streams[:, 0] / self._all_tokens)
-        cosines.diagonal(-1).copy_(streams[:, 0] / self._all_tokens)
-        cosines.fill_diagonal_(1.0)
-        return Activity(
-            neurons=found["norms"] / self._sequences,
-            inputs=found["squares"].sqrt(),
-            groups=found["groups"] / self._all_tokens,
-            experts=found["experts"],
-            choices=found["choices"],
-            channels=torch.stack([found[kind].sqrt() for kind in NORMS]).sum((0, 1)),
-            cosines=cosines,
-            last_cosines=streams[:, 1] / self._sequences,
-            relative_l1=streams[:, 2] / self._all_tokens,
-            relative_l2=streams[:, 3] / self._all_tokens,
-        )
+        for diagonal, of in ((0, torch.tensor(self._all_tokens)), (1, streams[:, 0]), (-1, streams[:, 0])):
+            cosines.diagonal(diagonal).copy_(of)
+        found |= {"channels": torch.stack([found[kind] for kind in NORMS]), "cosines": cosines}
+        found |= {"last": streams[:, 1], "relative": streams[:, 2:].T}
+        return Activity.of(found, self._sequences, self._all_tokens)
 
     def _gathered(self, mine: Sums, sizes: dict[str, int], *, cut: Sequence[str]) -> dict[str, torch.Tensor]:
         """[L, size] fp64 of each kind of sum, over all ranks; kinds in ``cut`` are cut over tensor-parallel ranks."""

@@ -30,7 +30,7 @@ import torch
 
 from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import stored_tensors
-from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
+from megatron_dppo.compress.calibration import digest_of_answers, draw, forget, read_sequences
 from megatron_dppo.compress.choose import BY_REWARD, MEASURES, SCORES, Recipe
 from megatron_dppo.compress.command import (
     as_words,
@@ -42,8 +42,7 @@ from megatron_dppo.compress.command import (
     load_whole,
     options_of_both,
 )
-from megatron_dppo.compress.passes import forget
-from megatron_dppo.compress.surgery import RECORD
+from megatron_dppo.compress.job import RECORD
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError, error_text
