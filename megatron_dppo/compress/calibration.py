@@ -182,6 +182,12 @@ class Alone:
         return [value]
 
 
+def tell(text: str, ranks: Ranks | None = None) -> None:
+    """Print a line to standard error, of several ranks on the first."""
+    if ranks is None or ranks.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
 class Accumulator:
     """The passes of one command. Without a folder nothing is kept."""
 
@@ -253,11 +259,11 @@ class Accumulator:
             slot, kept = found[max(common)]
             self._finished, self._under_way = kept["finished"], (kept["place"][1], kept["sums"])
             self._slot, self.read = 1 - slot, kept["read"]
-            self._say(f"{self._folder}: goes on from the sums of {self.read:,} sequences")
+            tell(f"{self._folder}: goes on from the sums of {self.read:,} sequences", self._ranks)
         elif differ := set.union(*others):
-            self._say(f"{self._folder}: has sums of another {', '.join(sorted(differ))}, which are not used")
+            tell(f"{self._folder}: has sums of another {', '.join(sorted(differ))}, which are not used", self._ranks)
         elif any(torn):
-            self._say(f"{self._folder}: has damaged sums, which are not used")
+            tell(f"{self._folder}: has damaged sums, which are not used", self._ranks)
 
     def _keep(self, place: int, sums: Sums) -> None:
         """Write where the pass under way is, if it is time. By the first rank's clock; and no rank writes twice before
@@ -284,10 +290,6 @@ class Accumulator:
             self._can_write = False
             print(f"{self._folder}: sums cannot be kept ({error}); scoring goes on without", file=sys.stderr)
         self._slot, self._due = 1 - self._slot, time.monotonic() + KEEP_EVERY_S
-
-    def _say(self, text: str) -> None:
-        if self._ranks.rank == 0:
-            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,15 @@ from megatron_dppo.bridge.hf_directory import (
 )
 from megatron_dppo.bridge.mapping import expected_tensors, parameters, tensor_dimensions
 from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
-from megatron_dppo.compress.calibration import Accumulator, Ranks, digest_of_answers, draw, read_sequences, scoring
+from megatron_dppo.compress.calibration import (
+    Accumulator,
+    Ranks,
+    digest_of_answers,
+    draw,
+    read_sequences,
+    scoring,
+    tell,
+)
 from megatron_dppo.compress.choose import BY_REWARD, NO_CALIBRATION, SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.reader import Reader
@@ -146,10 +153,7 @@ class CompressionJob:
         losses, of_fits = (3, refit.reads(self.recipe.sizes(self.shape))) if refit else (2, 0)
         read = self.recipe.passes(self.shape) * (asked or len(scored)) + losses * len(others or scored) + of_fits
 
-        def say(text: str) -> None:
-            if ranks is None or ranks.rank == 0:
-                print(text, file=sys.stderr, flush=True)
-
+        say = partial(tell, ranks=ranks)
         with scoring(self.chosen.out, depends_on, read, ranks) as passes:
             cut = choose(reader(scored, passes), self.shape, self.recipe, say=say)
             if refit:

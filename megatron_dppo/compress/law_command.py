@@ -210,11 +210,9 @@ def _with_interval(values: Floats) -> list[dict[str, Any]]:
     def plain(value: float) -> float | None:
         return float(value) if np.isfinite(value) else None
 
-    # Bounds are draws that exist, unlike those of :func:`interval`, so that infinite ones do no harm.
-    low, high = (
-        np.quantile(values[1:], share, axis=0, method=method) if len(values) > 1 else np.full(values.shape[1], np.nan)
-        for share, method in ((0.05, "lower"), (0.95, "higher"))
-    )
+    drawn = values[1:] if len(values) > 1 else np.full((1, values.shape[1]), np.nan)
+    # Unlike those of :func:`interval`, bounds are draws that exist, so that infinite ones do no harm.
+    low, high = np.quantile(drawn, 0.05, axis=0, method="lower"), np.quantile(drawn, 0.95, axis=0, method="higher")
     return [
         {"value": plain(value), "interval": [plain(bound) for bound in bounds]}
         for value, *bounds in zip(values[0], low, high, strict=True)

@@ -51,14 +51,6 @@ class _Tokens:
     """[sequences] int64, in tokens, over all ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Packs that are read at a time."""
-
-    packs: Sequence[Pack]
-    tokens: Sequence[_Tokens]
-
-
 class Live:
     """A policy's shard on this rank, with this replica's packs of the sequences."""
 
@@ -77,11 +69,12 @@ class Live:
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
         stages = parts.world.layout.pp
         count = max(1, len(made) // (STRETCH * stages if stages > 1 else 1))
-        self._passes, self._stretches = passes or Accumulator(), list[_Stretch]()
+        self._passes = passes or Accumulator()
+        self._stretches: list[list[tuple[Pack, _Tokens]]] = []
         for places in np.array_split(np.arange(len(made)), count):
             of = [made[place] for place in places]
-            tokens = [self._tokens_of(pack, [lengths[row] for row in rows]) for rows, pack in of]
-            self._stretches.append(_Stretch([pack for _, pack in of], tokens))
+            read = [(pack, self._tokens_of(pack, [lengths[row] for row in rows])) for rows, pack in of]
+            self._stretches.append(read)
         self._sequences, self._all_tokens = len(samples), sum(lengths)
         self._layers = {
             layer.layer_number - 1: layer for chunk in self._policy.chunks for layer in chunk.decoder.layers
@@ -102,7 +95,7 @@ class Live:
         speaks = world.last_stage and world.tp_rank == 0 and world.cp_rank == 0
         mine: Sums = {"logprobs": torch.zeros(2, dtype=torch.float64)}  # their sum, and how many they are
         for stretch in self._passes.over(self._stretches, mine, sequences=self._sequences):
-            for of in self._policy.log_probabilities(stretch.packs):
+            for of in self._policy.log_probabilities([pack for pack, _ in stretch]):
                 if speaks and of is not None:
                     mine["logprobs"] += torch.tensor([of.sum(dtype=np.float64), len(of)], dtype=torch.float64)
         total, count = torch.stack(world.gather(mine["logprobs"])).sum(0).tolist()
@@ -213,8 +206,8 @@ class Live:
             for stretch in self._passes.over(self._stretches, sums, sequences=self._sequences):
                 with ExitStack() as turns:
                     for chunk in self._policy.chunks:
-                        turns.callback(chunk.register_forward_pre_hook(watch.begin(iter(stretch.tokens))).remove)
-                    self._policy.log_probabilities(stretch.packs)
+                        turns.callback(chunk.register_forward_pre_hook(watch.begin(stretch)).remove)
+                    self._policy.log_probabilities([pack for pack, _ in stretch])
         width = 0 if self.shape.experts else self.shape.ffn
         sizes = {"norms": width, "squares": width, "groups": self.shape.kv_heads, "streams": 4}
         sizes |= {"experts": self.shape.experts, "choices": self.shape.experts}
@@ -252,11 +245,12 @@ class _Watch:
         )
         self._of_tokens: _Tokens
 
-    def begin(self, packs: Iterator[_Tokens]) -> Any:
+    def begin(self, stretch: Sequence[tuple[Pack, _Tokens]]) -> Any:
         """Before a chunk reads a pack. Chunks take turns, and each reads the packs in their order."""
+        packs = iter(stretch)
 
         def hook(_: Any, __: Any) -> None:
-            self._of_tokens = next(packs)
+            self._of_tokens = next(packs)[1]
 
         return hook
 

@@ -53,7 +53,7 @@ class Activity:
 
     @classmethod
     def of(cls, sums: Sums, sequences: int, tokens: int) -> Activity:
-        """Means over so many sequences and tokens; ``sums`` are of the names and sizes of :class:`_Watch`."""
+        """Means over so many sequences and tokens; ``sums`` are of the names and sizes of :class:`_Sums`."""
         return cls(
             neurons=sums["norms"] / sequences,
             inputs=sums["squares"].sqrt(),
@@ -108,7 +108,7 @@ class Whole:
 
     @torch.no_grad()
     def activity(self) -> Activity:
-        model, watch, sequences = self.model, _Watch(self.shape), count_sequences(self.batches)
+        model, watch, sequences = self.model, _Sums(self.shape), count_sequences(self.batches)
         with ExitStack() as hooks:
             for number, layer in enumerate(model.model.layers):
                 hooks.callback(layer.register_forward_pre_hook(watch.residual, with_kwargs=True).remove)
@@ -191,7 +191,7 @@ class Whole:
             yield
 
 
-class _Watch:
+class _Sums:
     """Hooks that add to the sums of an activity. They are in fp64, activations as the policy has them."""
 
     def __init__(self, shape: PolicyShape) -> None:
