@@ -181,7 +181,8 @@ def _predict(
 
     def at(rates: Floats, tokens: float = 1.0) -> Points:
         known = (chosen.size, rates, tokens, chosen.to or 1.0, chosen.whole_loss)
-        return Points(*(of * np.ones(len(rates)) for of in known), np.zeros(len(rates), np.int64))
+        size, rate, spent, loss, whole = (of * np.ones(len(rates)) for of in known)
+        return Points(size, rate, spent, loss, whole, np.zeros(len(rates), np.int64))
 
     rates = np.array(chosen.rates)
     after = np.array([losses(kind, each, at(rates, chosen.tokens)) for each in made])
