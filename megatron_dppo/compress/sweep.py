@@ -52,7 +52,7 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.process.streams import quieten
-from megatron_dppo.report.plot import say
+from megatron_dppo.report.tables import frontier_table
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.resume import changes, flat
 
@@ -352,26 +352,14 @@ def mark_frontier(rows: Sequence[Row]) -> None:
 
 
 def table(record: Mapping[str, Any]) -> list[str]:
-    """A line for each smaller policy, the largest first; what was not measured is a dash."""
-    whole = record["whole"]
-    heads = ("weights", "loss", "accuracy", "recovered", "tokens", "speed")
-    lines = [f"{'':36s}" + "".join(f"{head:>11s}" for head in heads)]
-    size, accuracy = f"{whole['weights'] / 1e6:,.2f} M", say(whole.get("accuracy"), "share")
-    first = size, f"{whole['loss']:.4f}", accuracy, "", "", "1.00x"
-    lines.append(f"{'whole policy':36s}" + "".join(f"{cell:>11s}" for cell in first))
-    for row in sorted(record["rows"], key=lambda row: (-row["weights"], row["name"])):
-        best = worth(row) if row.get("recovered") else None
-        tokens, speed = row.get("recovery_tokens"), row.get("tokens_per_second_ratio")
-        cells = (
-            f"{row['weights'] / whole['weights']:.0%}",
-            f"{row['loss_after']:.4f}",
-            say(row.get("accuracy"), "share"),
-            say(best, "share"),
-            "–" if tokens is None else f"{tokens:,.0f}",
-            "–" if speed is None else f"{speed:.2f}x",
-        )
-        lines.append(f"{'* ' * row['frontier']:2s}{row['name']:34s}" + "".join(f"{cell:>11s}" for cell in cells))
-    star = "* no other is as small and better, or smaller and as good"
+    """A line for each policy, the largest first."""
+    rows = frontier_table(record)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([f"{name:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))])
+        for name, *cells in rows
+    ]
+    mark = "✓: no other is as small and better, or smaller and as good"
     if any("tokens_per_second" not in row for row in record["rows"]):
         lines.append("speed –: it takes the whole policy in one process; run the sweep again without --layout")
-    return [*lines, f"{star}; tokens: of sft, to {100 * record['enough']:g}% of the whole policy's accuracy"]
+    return [*lines, f"{mark}; tokens: of sft, to {100 * record['enough']:g}% of the whole policy's accuracy"]

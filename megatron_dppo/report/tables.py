@@ -31,8 +31,7 @@ MOST_EVALUATIONS = 12
 MOST_PROBLEMS = 8
 HEAD, TAIL = 400, 800
 """Characters of an answer that are shown; the end is where the result stands."""
-FRONTIER = ("policy", "weights", "loss", "accuracy", "recovered", "tokens to recover", "speed, over the whole policy's",
-            "frontier")  # fmt: skip
+FRONTIER = ("policy", "weights", "loss", "accuracy", "recovered", "tokens to recover", "speed", "frontier")
 LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
 SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE)
 """A name that looks like a secret's, with the characters up to the secret, or up to the end of the word if the secret
@@ -181,13 +180,10 @@ def frontier(runs: Sequence[RunRecord]) -> list[Chapter]:
     """The section of sweeps; none where no folder is a sweep's."""
     parts: list[Part] = []
     for run in (run for run in runs if run.sweep):
-        whole = run.sweep["whole"]
-        rows = [_with_figures(row, whole) for row in sorted(run.sweep["rows"], key=lambda row: -row.get("weights", 0))]
+        rows = _with_figures(run.sweep)
         parts.append(Plots(_frontier_plots(rows, run.sweep.get("enough")), run.name))
-        size = f"{whole['weights'] / 1e6:,.2f} M" if "weights" in whole else "–"
-        loss, accuracy = say(whole.get("loss"), "number"), say(whole.get("accuracy"), "share")
-        first = ["whole", size, loss, accuracy, "–", "–", "1×", ""]
-        parts.append(Table(FRONTIER, [first, *map(_frontier_cells, rows)], run.name))
+        head, *cells = frontier_table(run.sweep)
+        parts.append(Table(head, cells, run.name))
         without = [row["name"] for row in rows if row.get("recovered") and row.get("recovery_tokens") is None]
         if without:
             parts.append(Note(f"No budget was enough for {', '.join(without)}."))
@@ -199,11 +195,39 @@ def frontier(runs: Sequence[RunRecord]) -> list[Chapter]:
     return [Chapter("frontier", "Smaller policies", lead, parts)] if parts else []
 
 
-def _with_figures(row: Record, whole: Record) -> Record:
-    """With its share of the weights, and the best accuracy after recovery or before it."""
-    accuracies = [of.get("accuracy") for of in (row, *row.get("recovered", ()))]
-    size = row["weights"] / (whole.get("weights") or 1) if "weights" in row else None
-    return {**row, "size": size, "best": max(filter(is_number, accuracies), default=None)}
+def frontier_table(sweep: Record) -> list[list[str]]:
+    """Head, the whole policy and each smaller one, the largest first; what was not measured is a dash."""
+    whole = sweep["whole"]
+    size = f"{whole['weights'] / 1e6:,.2f} M" if "weights" in whole else "–"
+    first = ["whole", size, _loss(whole.get("loss")), say(whole.get("accuracy"), "share"), "–", "–", "1.00×", ""]
+    rows = [
+        [
+            row["name"],
+            say(row["size"], "share"),
+            _loss(row.get("loss_after")),
+            say(row.get("accuracy"), "share"),
+            say(row["best"] if row.get("recovered") else None, "share"),
+            say(row.get("recovery_tokens"), "count"),
+            say(row.get("tokens_per_second_ratio"), "times"),
+            "✓" if row.get("frontier") else "",
+        ]
+        for row in _with_figures(sweep)
+    ]
+    return [list(FRONTIER), first, *rows]
+
+
+def _loss(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.4f}"
+
+
+def _with_figures(sweep: Record) -> list[Record]:
+    """The smaller policies with their shares of the weights, and the best accuracies after recovery or before it."""
+    whole, rows = sweep["whole"].get("weights") or 1, []
+    for row in sorted(sweep["rows"], key=lambda row: -row.get("weights", 0)):
+        accuracies = [of.get("accuracy") for of in (row, *row.get("recovered", ()))]
+        size = row["weights"] / whole if "weights" in row else None
+        rows.append({**row, "size": size, "best": max(filter(is_number, accuracies), default=None)})
+    return rows
 
 
 def _method(row: Record) -> str:
@@ -227,17 +251,4 @@ def _frontier_plots(rows: Sequence[Record], share: Any) -> list[Plot]:
         drawn("Accuracy by speed", highest, "tokens_per_second_ratio", "best", ("times", "share"), faster),
         drawn("Loss by size", "before recovery, nats per token", "size", "loss_after", ("share", "number")),
         drawn("Tokens to recover", f"of sft, to {enough}", "size", "recovery_tokens", ("share", "count")),
-    ]
-
-
-def _frontier_cells(row: Record) -> list[str]:
-    return [
-        row["name"],
-        say(row["size"], "share"),
-        say(row.get("loss_after"), "number"),
-        say(row.get("accuracy"), "share"),
-        say(row["best"] if row.get("recovered") else None, "share"),
-        say(row.get("recovery_tokens"), "count"),
-        say(row.get("tokens_per_second_ratio"), "times"),
-        "✓" if row.get("frontier") else "",
     ]
