@@ -176,17 +176,15 @@ class Live:
         return lambda: delattr(router, "gating")
 
     def weights_of_neurons(self) -> tuple[torch.Tensor, torch.Tensor]:
-        layers = {}
-        for number, layer in self._layers.items():
-            gate, up = layer.mlp.linear_fc1.weight.chunk(2)
-            layers[number] = (gate, up, layer.mlp.linear_fc2.weight)
-        squares, columns = stacked(list(layers.values()))
+        mlps = [layer.mlp for layer in self._layers.values()]
+        found = stacked([(*mlp.linear_fc1.weight.chunk(2), mlp.linear_fc2.weight) for mlp in mlps])
         sums: Sums = {}
         if self._world.dp_rank == self._world.cp_rank == 0:
-            for place, number in enumerate(layers):
-                sums |= {("squares", number): squares[place], ("columns", number): columns[place]}
-        found = self._gathered(sums, {"squares": self.shape.ffn, "columns": self.shape.ffn}, cut=("squares", "columns"))
-        return found["squares"], found["columns"]
+            for number, squares, columns in zip(self._layers, *found, strict=True):
+                sums |= {("squares", number): squares, ("columns", number): columns}
+        kinds = ("squares", "columns")
+        total = self._gathered(sums, dict.fromkeys(kinds, self.shape.ffn), cut=kinds)
+        return total["squares"], total["columns"]
 
     def activity(self) -> Activity:
         """:class:`Activity`, of whose ``cosines`` only those of neighbours are known here: others are no numbers."""

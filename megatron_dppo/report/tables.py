@@ -222,7 +222,8 @@ def _loss(loss: float | None) -> str:
 
 def _with_figures(sweep: Record) -> list[Record]:
     """The smaller policies with their shares of the weights, and the best accuracies after recovery or before it."""
-    whole, rows = sweep["whole"].get("weights") or 1, []
+    whole = sweep["whole"].get("weights") or 1
+    rows: list[Record] = []
     for row in sorted(sweep["rows"], key=lambda row: -row.get("weights", 0)):
         accuracies = [of.get("accuracy") for of in (row, *row.get("recovered", ()))]
         size = row["weights"] / whole if "weights" in row else None
