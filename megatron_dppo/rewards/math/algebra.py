@@ -146,12 +146,23 @@ def _same_chain(signs: list[str], sides: list[Node], others: list[str], found: l
 
 
 def _ordered(node: Node) -> Node:
-    """The expression with the terms of sums and the factors of products in one order."""
+    """The expression with the terms of sums and the factors of products in one order, and numbers divided out."""
     parts = tuple(_ordered(part) if isinstance(part, tuple) else part for part in node[1:])
-    if node[0] not in ("sum", "product"):
-        return (node[0], *parts)
-    inner = (each for part in parts for each in (part[1:] if part[0] == node[0] else [part]))
-    return (node[0], *sorted(inner, key=repr))
+    if node[0] in ("sum", "product"):
+        inner: list[Node] = []
+        for part in parts:
+            inner += part[1:] if part[0] == node[0] else [part]
+        if node[0] == "product" and all(_is_number(part) for part in inner):
+            values = (part[1] if part[0] == "number" else 1 / part[1][1] for part in inner)
+            if sum(part[0] == "number" and part != MINUS_ONE for part in inner) <= 1:
+                return ("number", math.prod(values, start=Fraction(1)))
+        return (node[0], *sorted(inner, key=repr))
+    return (node[0], *parts)
+
+
+def _is_number(node: Node) -> bool:
+    inverse = node[0] == "power" and node[2] == MINUS_ONE and node[1][0] == "number" and node[1][1] != 0
+    return node[0] == "number" or inverse
 
 
 def _cleared(node: Node) -> Node:
