@@ -180,7 +180,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
             return plan_search(config, assumed, chosen.search, json_wanted=chosen.json)
         given = {name: getattr(chosen, name) for name in ("keep", "method", "multiple")}
         smaller = {name: value for name, value in given.items() if value is not None}
-        command = _imported("compress.plan:plan_with_smaller") if smaller else plan
+        command = _imported("compress.cut:plan_with_smaller") if smaller else plan
         return command(config, assumed, json_wanted=chosen.json, **smaller)
     if chosen.command == "eval":
         if chosen.against and chosen.out and not words and not chosen.model:

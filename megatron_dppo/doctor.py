@@ -15,7 +15,7 @@ import psutil
 from megatron_dppo import __version__
 from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.launch.start import usable_cores
-from megatron_dppo.rehearse.requirements import missing_parts
+from megatron_dppo.rehearse.device import missing_parts
 from megatron_dppo.rollout.servers.launch import spec_of
 
 PACKAGES: dict[str, tuple[str, str]] = {

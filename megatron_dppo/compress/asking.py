@@ -8,7 +8,6 @@ the local engine and with servers, under any layout.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_dppo.compress.passes import Accumulator, Sums
+from megatron_dppo.compress.calibration import Accumulator, Sums, tell
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.evaluator import EvalProblem, Evaluator, open_verifiers
@@ -84,7 +83,7 @@ class Asking:
                 failures = found.failures
                 sums["failures"] += torch.tensor([failures.timeouts, failures.errors], dtype=torch.float64)
                 for text in failures.tracebacks:
-                    self._say(text)
+                    tell(text, self._parts.world)
                 timeouts, errors = map(int, sums["failures"].tolist())
                 self._evaluator.check_failures([Failures(timeouts, errors, failures.tracebacks)], of_all)
         (total, count), failed = sums["rewards"].tolist(), int(sums["failures"].sum())
@@ -93,7 +92,7 @@ class Asking:
             raise UserError("reward.function", function, "could score none of the answers", "Mend the function")
         lacks = f"without layer {', '.join(map(str, absent))}" if absent else "whole policy"
         unscored = f"; {failed} of {of_all} answers could not be scored" if failed else ""
-        self._say(f"{lacks}: mean reward {total / count:.4f}{unscored}")
+        tell(f"{lacks}: mean reward {total / count:.4f}{unscored}", self._parts.world)
         return float(total / count)
 
     def _begin_without(self, absent: Collection[int], until_answered: ExitStack) -> None:
@@ -103,10 +102,6 @@ class Asking:
         self._parts.sync(self._engine, self._version)
         until_answered.callback(self._engine.pause)  # colocated servers sleep while the trainer reads
         self._version += 1
-
-    def _say(self, text: str) -> None:
-        if self._parts.world.leads:
-            print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -169,34 +169,20 @@ def _layers(
             removed = remove_greedily(reader, number - left, "block", say=say)
             return tuple(sorted(set(range(number)) - set(removed)))
     activity = reader.activity()
-    match recipe.score:
-        case "in-a-row":  # those over which the residual stream turns least (2403.17887)
-            starts = range(left + 1)
-            first = max(starts, key=lambda i: (float(activity.cosines[i, i + number - left]), -i))
-            return (*range(first), *range(first + number - left, number))
-        case "influence":
-            return highest((1 - activity.cosines.diagonal(1)).tolist(), left)
-        case "last-token":
-            return highest((1 - activity.last_cosines).tolist(), left)
-        case "relative-l1":
-            return highest(activity.relative_l1.tolist(), left)
-    return highest(activity.relative_l2.tolist(), left)
+    if recipe.score == "in-a-row":  # those over which the residual stream turns least (2403.17887)
+        starts = range(left + 1)
+        first = max(starts, key=lambda i: (float(activity.cosines[i, i + number - left]), -i))
+        return (*range(first), *range(first + number - left, number))
+    scores = {"influence": 1 - activity.cosines.diagonal(1), "last-token": 1 - activity.last_cosines}
+    scores |= {"relative-l1": activity.relative_l1, "relative-l2": activity.relative_l2}
+    return highest(scores[recipe.score].tolist(), left)
 
 
 def _random(size: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-Absent = Collection[int]
-"""Numbers of the layers that a subnetwork lacks."""
-
-
-def one_at_a_time(layers: int) -> list[Absent]:
-    """The whole policy, and for each layer the policy without it."""
-    return [(), *((layer,) for layer in range(layers))]
-
-
-def halves(layers: int, count: int, seed: int) -> list[Absent]:
+def halves(layers: int, count: int, seed: int) -> list[tuple[int, ...]]:
     """Pairs of subnetworks: one without a random half of the layers, and one without all others.
 
     Of an odd number, the smaller half goes first. Over each pair every layer is absent once.
@@ -221,7 +207,7 @@ def shapley_values(reader: Reader, measure: Measure, pairs: int, seed: int) -> l
     """
     layers = reader.shape.num_layers
     if pairs == 0:
-        present, *absent = reader.costs(measure, one_at_a_time(layers))
+        present, *absent = reader.costs(measure, [(), *((layer,) for layer in range(layers))])
         return [cost - present for cost in absent]
     subnetworks = halves(layers, pairs, seed)
     costs = np.array(reader.costs(measure, subnetworks))

@@ -15,13 +15,12 @@ import torch
 from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype
 from megatron_dppo.bridge.convert_commands import naming, positive
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.compress.calibration import BATCH_TOKENS, Batch, batches
+from megatron_dppo.compress.calibration import BATCH_TOKENS, Accumulator, batches, forget
 from megatron_dppo.compress.choose import BY_REWARD, SCORES
 from megatron_dppo.compress.cut import MULTIPLES, Cut
-from megatron_dppo.compress.passes import Accumulator, forget
-from megatron_dppo.compress.reader import Reader, Whole, as_cut
+from megatron_dppo.compress.job import CompressionJob
+from megatron_dppo.compress.reader import Reader, Whole
 from megatron_dppo.compress.refit import Refit
-from megatron_dppo.compress.work import CompressionJob
 from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
@@ -171,14 +170,12 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     asked = work.recipe.score != "random" or scored or chosen.verify
     model: Any = load_whole(chosen.source, work.shape, work.plan.dtype) if asked else None
 
-    def read(answers: Sequence[WorkedAnswer]) -> list[Batch]:
-        return list(batches(answers, max_tokens=chosen.max_tokens, device=device()))
-
-    def reader(answers: Sequence[WorkedAnswer], passes: Accumulator) -> Reader:
-        return Whole(model, work.shape, read(answers), passes)
+    def reader(answers: Sequence[WorkedAnswer], passes: Accumulator) -> Whole:
+        read = list(batches(answers, max_tokens=chosen.max_tokens, device=device()))
+        return Whole(model, work.shape, read, passes)
 
     depends_on = work.depends_on(scored, others, model.dtype if asked else None)
-    refit = Refit(model, work.shape, read(scored), work.plan.dtype) if work.recipe.refit else None
+    refit = Refit(reader(scored, Accumulator()), work.plan.dtype) if work.recipe.refit else None
     cut, losses = work.score(reader, scored, others, depends_on, refit=refit)
     verify = partial(_verify, model, refit) if chosen.verify else None
     work.write(cut, losses, of_others=bool(others), refit=refit, verify=verify)
@@ -333,7 +330,7 @@ def _verify(model: Any, refit: Refit | None, written: Path, shape: PolicyShape, 
         left = read_shape(written)
         check_weights(written, left)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(device())
-    with as_cut(model, cut), refit.applied() if refit else nullcontext():
+    with Whole(model, shape, ()).as_cut(cut), refit.applied() if refit else nullcontext():
         expected = model(tokens, use_cache=False).logits.float()
     smaller = load_whole(written, left, model.dtype).to(model.dtype)
     difference = float((smaller(tokens, use_cache=False).logits.float() - expected).abs().max() / expected.std())

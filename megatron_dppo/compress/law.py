@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from megatron_dppo.compress.surgery import RECORD
+from megatron_dppo.compress.job import RECORD
 from megatron_dppo.data.rows import read_rows
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.metrics import read_metrics
@@ -128,27 +129,19 @@ class Problem:
     def __init__(self, form: Form, points: Points) -> None:
         self.names, self._form = form.coefficients, form
         self.means = {name: float(np.log(points.variable(name)).mean()) for name in ("N0", "rho", "D", "N")}
-        self._design, self._base = self._rows(points)
-        self._log_loss = np.log(points.loss)
-        self._typical = float(np.log(np.maximum(points.loss - self._base, 1e-3 * points.loss)).mean())
-
-    def _rows(self, points: Points) -> tuple[Floats, Floats]:
-        """[terms, P, coefficients] and [P]."""
-        design = np.zeros((len(self._form.terms), len(points), len(self.names)))
-        for rows, (constant, powers) in zip(design, self._form.terms.items(), strict=True):
+        self._base = points.whole if form.above_whole else np.zeros(len(points))
+        self._design = np.zeros((len(form.terms), len(points), len(self.names)))  # [terms, P, coefficients]
+        for rows, (constant, powers) in zip(self._design, form.terms.items(), strict=True):
             rows[:, self.names.index(constant)] = 1
             for exponent, name in powers.items():
                 rows[:, self.names.index(exponent)] += self.means[name] - np.log(points.variable(name))
-        return design, points.whole if self._form.above_whole else np.zeros(len(points))
+        self._log_loss = np.log(points.loss)
+        self._typical = float(np.log(np.maximum(points.loss - self._base, 1e-3 * points.loss)).mean())
 
     def start(self, rng: np.random.Generator) -> Floats:
-        drawn = []
-        for name in self.names:
-            if name in self._form.terms:
-                drawn.append(self._typical + rng.uniform(-4, 0.5))
-            else:
-                drawn.append(rng.uniform(*(FALLING if name in ("alpha", "beta") else SHARED)))
-        return np.array(drawn)
+        spans = {name: FALLING if name in ("alpha", "beta") else SHARED for name in self.names}
+        spans |= dict.fromkeys(self._form.terms, (-4.0, 0.5))
+        return np.array([rng.uniform(*spans[name]) + self._typical * (name in self._form.terms) for name in self.names])
 
     @np.errstate(all="ignore")  # a step that goes too far is taken back
     def minimise(self, theta: Floats, huber: float) -> tuple[float, Floats]:
@@ -200,25 +193,29 @@ def fit(form: Form, points: Points, *, seed: int, start: Mapping[str, float] | N
     return problem.coefficients(min(fine, key=lambda pair: pair[0])[1])
 
 
-def losses(form: Form, coefficients: Mapping[str, float], points: Points) -> Floats:
-    """[P] L̂; ``points.loss`` is not read."""
+def losses(form: Form, coefficients: Mapping[str, float], points: Points, *, without: Sequence[str] = ()) -> Floats:
+    """[P] L̂, ``without`` the terms of some constants; ``points.loss`` is not read."""
     total = points.whole.copy() if form.above_whole else np.zeros(len(points))
-    for constant, powers in form.terms.items():
-        factors = [points.variable(name) ** -coefficients[exponent] for exponent, name in powers.items()]
-        total += coefficients[constant] * np.prod([np.ones(len(points)), *factors], axis=0)
+    for constant in (name for name in form.terms if name not in without):
+        total += _term(form, coefficients, points, constant)
     return total
+
+
+def _term(form: Form, coefficients: Mapping[str, float], points: Points, constant: str, *, without: str = "") -> Floats:
+    """[P] a constant times its powers, ``without`` those of a variable."""
+    powers = ((exponent, name) for exponent, name in form.terms[constant].items() if name != without)
+    factors = [points.variable(name) ** -coefficients[exponent] for exponent, name in powers]
+    return coefficients[constant] * np.prod([np.ones(len(points)), *factors], axis=0)
 
 
 def tokens_to(form: Form, coefficients: Mapping[str, float], points: Points) -> Floats:
     """[P] the tokens at which L̂ is ``points.loss``; infinite where no number of them is enough. ``points.tokens`` is
     not read."""
-    powers, beta = form.terms["D_C"], coefficients["beta"]
+    beta = coefficients["beta"]
     if beta <= 0:
         return np.full(len(points), np.inf)
-    rest = {name: of for name, of in form.terms.items() if name != "D_C"}
-    gap = points.loss - losses(Form("", rest, form.above_whole, {}), coefficients, points)
-    factors = [points.variable(name) ** -coefficients[exponent] for exponent, name in powers.items() if name != "D"]
-    scale = coefficients["D_C"] * np.prod([np.ones(len(points)), *factors], axis=0)
+    gap = points.loss - losses(form, coefficients, points, without=["D_C"])
+    scale = _term(form, coefficients, points, "D_C", without="D")
     return np.where(gap > 0, (scale / np.where(gap > 0, gap, 1.0)) ** (1 / beta), np.inf)
 
 
@@ -233,25 +230,16 @@ def slope_difference(form: Form, coefficients: Mapping[str, float], points: Poin
     return float(np.concatenate(apart).mean())
 
 
-def resampled(form: Form, points: Points, draws: int, seed: int) -> Iterator[Points]:
-    """As many curves as there are, drawn with replacement; of draws those that can tell the coefficients apart."""
-    rng, numbers = np.random.default_rng(seed), np.unique(points.curve)
-    places = {number: np.flatnonzero(points.curve == number) for number in numbers}
-    found = 0
-    for _ in range(20 * draws):
-        chosen = points.take(np.concatenate([places[n] for n in rng.choice(numbers, len(numbers))]))
-        if form.fits(chosen):
-            found += 1
-            yield chosen
-        if found == draws:
-            return
-
-
 def bootstrap(
     form: Form, points: Points, estimate: Mapping[str, float], *, draws: int, seed: int
 ) -> list[dict[str, float]]:
-    """Coefficients of curves drawn anew, each fitted from the estimate on."""
-    return [fit(form, each, seed=seed, start=estimate) for each in resampled(form, points, draws, seed)]
+    """Coefficients of as many curves as there are, drawn with replacement, each fitted from the estimate on. Draws that
+    cannot tell the coefficients apart are drawn again."""
+    rng, numbers = np.random.default_rng(seed), np.unique(points.curve)
+    places = {number: np.flatnonzero(points.curve == number) for number in numbers}
+    chosen = (rng.choice(numbers, len(numbers)) for _ in range(20 * draws))
+    drawn = (points.take(np.concatenate([places[number] for number in of])) for of in chosen)
+    return [fit(form, each, seed=seed, start=estimate) for each in islice(filter(form.fits, drawn), draws)]
 
 
 def interval(values: Sequence[float] | Floats) -> tuple[float, float]:

@@ -31,6 +31,7 @@ from megatron_dppo.rl.types import Floats
 
 RATES = tuple(round(0.1 * tenth, 1) for tenth in range(1, 9))
 HUNDREDTHS = np.arange(1, 100) / 100
+SEEN = ("size", "rate", "tokens")
 HELD = {"N0": "largest size", "rho": "largest rate", "D": "last half of tokens"}
 
 
@@ -61,7 +62,10 @@ def fit_law(chosen: argparse.Namespace) -> None:
         problem = (
             f"hold {len(points)} points of {len(np.unique(points.curve))} curves, which do not tell a law's numbers"
         )
-        needs = "; ".join(f"{name} needs {_needs(FORMS[name].needs)}" for name in wanted)
+        needs = "; ".join(
+            f"{name} needs " + ", ".join(f"{least} values of {of}" for of, least in FORMS[name].needs.items())
+            for name in wanted
+        )
         raise UserError("FILES", " ".join(map(str, chosen.files)), problem, f"Add curves: {needs}")
     fits = {name: fit(form, points, seed=chosen.seed) for name, form in able.items()}
     slopes = {name: slope_difference(form, fits[name], points) for name, form in able.items()}
@@ -85,7 +89,7 @@ def fit_law(chosen: argparse.Namespace) -> None:
         "forms": found,
         "points": len(points),
         "curves": len(np.unique(points.curve)),
-        "seen": {key: [float(of.min()), float(of.max())] for key, of in _seen(points).items()},
+        "seen": {key: [float(getattr(points, key).min()), float(getattr(points, key).max())] for key in SEEN},
         "draws": drawn,
     }
     with replacing_file(chosen.out) as partial:
@@ -95,14 +99,6 @@ def fit_law(chosen: argparse.Namespace) -> None:
         why = "forms with L0 end above it, and fit only what is being recovered, not what is newly learned"
         print(f"{below} of {len(points)} points have a loss below the whole policy's: {why}")
     print(f"{chosen.out}: give it to `megatron-dppo compress predict`")
-
-
-def _needs(needs: Mapping[str, int]) -> str:
-    return ", ".join(f"{least} values of {name}" for name, least in needs.items())
-
-
-def _seen(points: Points) -> dict[str, Floats]:
-    return {"size": points.size, "rate": points.rate, "tokens": points.tokens}
 
 
 def _fit_text(law: Mapping[str, Any]) -> list[str]:
@@ -160,7 +156,7 @@ def predict(chosen: argparse.Namespace) -> None:
     try:
         law = json.loads(chosen.law.read_text(encoding="utf-8"))
         made = [law["coefficients"], *law["draws"]]
-        seen = {name: tuple(law["seen"][name]) for name in ("size", "rate", "tokens")}
+        seen = {name: tuple(law["seen"][name]) for name in SEEN}
         found = _predict(chosen, law["form"], made, HUNDREDTHS[1.001 * seen["rate"][1] >= HUNDREDTHS])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError("LAW", chosen.law, f"holds no law ({error})", "Give what `compress fit` has written") from error
@@ -184,10 +180,9 @@ def _predict(
     kind = FORMS[form]
 
     def at(rates: Floats, tokens: float = 1.0) -> Points:
-        ones = np.ones(len(rates))
-        same = (value * ones for value in (chosen.size, tokens, chosen.to or 1.0, chosen.whole_loss))
-        size, tokens_, loss, whole = same
-        return Points(size, rates, tokens_, loss, whole, np.zeros(len(rates), np.int64))
+        known = (chosen.size, rates, tokens, chosen.to or 1.0, chosen.whole_loss)
+        size, rate, spent, loss, whole = (of * np.ones(len(rates)) for of in known)
+        return Points(size, rate, spent, loss, whole, np.zeros(len(rates), np.int64))
 
     rates = np.array(chosen.rates)
     after = np.array([losses(kind, each, at(rates, chosen.tokens)) for each in made])
@@ -216,16 +211,13 @@ def _with_interval(values: Floats) -> list[dict[str, Any]]:
     def plain(value: float) -> float | None:
         return float(value) if np.isfinite(value) else None
 
+    drawn = values[1:] if len(values) > 1 else np.full((1, values.shape[1]), np.nan)
+    # Unlike those of :func:`interval`, bounds are draws that exist, so that infinite ones do no harm.
+    low, high = np.quantile(drawn, 0.05, axis=0, method="lower"), np.quantile(drawn, 0.95, axis=0, method="higher")
     return [
-        {"value": plain(column[0]), "interval": [plain(bound) for bound in _bounds(column[1:])]} for column in values.T
+        {"value": plain(value), "interval": [plain(bound) for bound in bounds]}
+        for value, *bounds in zip(values[0], low, high, strict=True)
     ]
-
-
-def _bounds(drawn: Floats) -> tuple[float, float]:
-    """As :func:`interval`, but of draws that exist, so that infinite ones do no harm."""
-    if not len(drawn):
-        return np.nan, np.nan
-    return float(np.quantile(drawn, 0.05, method="lower")), float(np.quantile(drawn, 0.95, method="higher"))
 
 
 def _predict_text(found: Mapping[str, Any], chosen: argparse.Namespace) -> list[str]:

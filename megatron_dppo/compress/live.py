@@ -18,11 +18,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megatron_dppo.compress.activity import Activity
 from megatron_dppo.compress.asking import Asking
+from megatron_dppo.compress.calibration import Accumulator, Sums
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.passes import Accumulator, Sums
-from megatron_dppo.compress.reader import Measure, narrowed, stacked
+from megatron_dppo.compress.reader import Activity, Measure, narrowed, stacked
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Policy
@@ -52,14 +51,6 @@ class _Tokens:
     """[sequences] int64, in tokens, over all ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Packs that are read at a time."""
-
-    packs: Sequence[Pack]
-    tokens: Sequence[_Tokens]
-
-
 class Live:
     """A policy's shard on this rank, with this replica's packs of the sequences."""
 
@@ -78,11 +69,12 @@ class Live:
         lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
         stages = parts.world.layout.pp
         count = max(1, len(made) // (STRETCH * stages if stages > 1 else 1))
-        self._passes, self._stretches = passes or Accumulator(), list[_Stretch]()
+        self._passes = passes or Accumulator()
+        self._stretches: list[list[tuple[Pack, _Tokens]]] = []
         for places in np.array_split(np.arange(len(made)), count):
             of = [made[place] for place in places]
-            tokens = [self._tokens_of(pack, [lengths[row] for row in rows]) for rows, pack in of]
-            self._stretches.append(_Stretch([pack for _, pack in of], tokens))
+            read = [(pack, self._tokens_of(pack, [lengths[row] for row in rows])) for rows, pack in of]
+            self._stretches.append(read)
         self._sequences, self._all_tokens = len(samples), sum(lengths)
         self._layers = {
             layer.layer_number - 1: layer for chunk in self._policy.chunks for layer in chunk.decoder.layers
@@ -103,7 +95,7 @@ class Live:
         speaks = world.last_stage and world.tp_rank == 0 and world.cp_rank == 0
         mine: Sums = {"logprobs": torch.zeros(2, dtype=torch.float64)}  # their sum, and how many they are
         for stretch in self._passes.over(self._stretches, mine, sequences=self._sequences):
-            for of in self._policy.log_probabilities(stretch.packs):
+            for of in self._policy.log_probabilities([pack for pack, _ in stretch]):
                 if speaks and of is not None:
                     mine["logprobs"] += torch.tensor([of.sum(dtype=np.float64), len(of)], dtype=torch.float64)
         total, count = torch.stack(world.gather(mine["logprobs"])).sum(0).tolist()
@@ -184,17 +176,15 @@ class Live:
         return lambda: delattr(router, "gating")
 
     def weights_of_neurons(self) -> tuple[torch.Tensor, torch.Tensor]:
-        layers = {}
-        for number, layer in self._layers.items():
-            gate, up = layer.mlp.linear_fc1.weight.chunk(2)
-            layers[number] = (gate, up, layer.mlp.linear_fc2.weight)
-        squares, columns = stacked(list(layers.values()))
+        mlps = [layer.mlp for layer in self._layers.values()]
+        found = stacked([(*mlp.linear_fc1.weight.chunk(2), mlp.linear_fc2.weight) for mlp in mlps])
         sums: Sums = {}
         if self._world.dp_rank == self._world.cp_rank == 0:
-            for place, number in enumerate(layers):
-                sums |= {("squares", number): squares[place], ("columns", number): columns[place]}
-        found = self._gathered(sums, {"squares": self.shape.ffn, "columns": self.shape.ffn}, cut=("squares", "columns"))
-        return found["squares"], found["columns"]
+            for number, squares, columns in zip(self._layers, *found, strict=True):
+                sums |= {("squares", number): squares, ("columns", number): columns}
+        kinds = ("squares", "columns")
+        total = self._gathered(sums, dict.fromkeys(kinds, self.shape.ffn), cut=kinds)
+        return total["squares"], total["columns"]
 
     def activity(self) -> Activity:
         """:class:`Activity`, of whose ``cosines`` only those of neighbours are known here: others are no numbers."""
@@ -214,8 +204,8 @@ class Live:
             for stretch in self._passes.over(self._stretches, sums, sequences=self._sequences):
                 with ExitStack() as turns:
                     for chunk in self._policy.chunks:
-                        turns.callback(chunk.register_forward_pre_hook(watch.begin(iter(stretch.tokens))).remove)
-                    self._policy.log_probabilities(stretch.packs)
+                        turns.callback(chunk.register_forward_pre_hook(watch.begin(stretch)).remove)
+                    self._policy.log_probabilities([pack for pack, _ in stretch])
         width = 0 if self.shape.experts else self.shape.ffn
         sizes = {"norms": width, "squares": width, "groups": self.shape.kv_heads, "streams": 4}
         sizes |= {"experts": self.shape.experts, "choices": self.shape.experts}
@@ -223,21 +213,11 @@ class Live:
         found = self._gathered(dict(sums), sizes, cut=("norms", "squares", "groups"))
         streams, layers = found["streams"], self.shape.num_layers
         cosines = torch.full((layers + 1, layers + 1), torch.nan, dtype=torch.float64)
-        cosines.diagonal(1).copy_(streams[:, 0] / self._all_tokens)
-        cosines.diagonal(-1).copy_(streams[:, 0] / self._all_tokens)
-        cosines.fill_diagonal_(1.0)
-        return Activity(
-            neurons=found["norms"] / self._sequences,
-            inputs=found["squares"].sqrt(),
-            groups=found["groups"] / self._all_tokens,
-            experts=found["experts"],
-            choices=found["choices"],
-            channels=torch.stack([found[kind].sqrt() for kind in NORMS]).sum((0, 1)),
-            cosines=cosines,
-            last_cosines=streams[:, 1] / self._sequences,
-            relative_l1=streams[:, 2] / self._all_tokens,
-            relative_l2=streams[:, 3] / self._all_tokens,
-        )
+        for diagonal, of in ((0, torch.tensor(self._all_tokens)), (1, streams[:, 0]), (-1, streams[:, 0])):
+            cosines.diagonal(diagonal).copy_(of)
+        found |= {"channels": torch.stack([found[kind] for kind in NORMS]), "cosines": cosines}
+        found |= {"last": streams[:, 1], "relative": streams[:, 2:].T}
+        return Activity.of(found, self._sequences, self._all_tokens)
 
     def _gathered(self, mine: Sums, sizes: dict[str, int], *, cut: Sequence[str]) -> dict[str, torch.Tensor]:
         """[L, size] fp64 of each kind of sum, over all ranks; kinds in ``cut`` are cut over tensor-parallel ranks."""
@@ -263,11 +243,12 @@ class _Watch:
         )
         self._of_tokens: _Tokens
 
-    def begin(self, packs: Iterator[_Tokens]) -> Any:
+    def begin(self, stretch: Sequence[tuple[Pack, _Tokens]]) -> Any:
         """Before a chunk reads a pack. Chunks take turns, and each reads the packs in their order."""
+        packs = iter(stretch)
 
         def hook(_: Any, __: Any) -> None:
-            self._of_tokens = next(packs)
+            self._of_tokens = next(packs)[1]
 
         return hook
 

@@ -25,7 +25,7 @@ import torch
 
 from megatron_dppo.compress.calibration import Batch, count_sequences
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.reader import as_cut
+from megatron_dppo.compress.reader import Whole
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.progress import Advance
 
@@ -38,10 +38,8 @@ a thousand (docs/compress.md#refits)."""
 class Refit:
     """The down projections that are fitted anew to what is left of a policy."""
 
-    model: Any
-    """Transformers' model of ``shape``, whole."""
-    shape: PolicyShape
-    batches: Sequence[Batch]
+    whole: Whole
+    """The larger policy, and the sequences to fit on."""
     dtype: torch.dtype
     """In which the smaller policy is written; fitted weights are rounded to it."""
     ridge: float = RIDGE
@@ -56,11 +54,11 @@ class Refit:
     def of_output(self) -> bool:
         """Whether the fit is linear in the output of the feed-forward, which has fewer coefficients than one for each
         expert's units."""
-        return self.shape.experts > 0
+        return self.whole.shape.experts > 0
 
     def reads(self, cut: Cut) -> int:
         """Sequences that all fits read, each as often as it is read: twice for each fit, up to that layer."""
-        return 2 * len(layers_to_fit(cut, self.shape)) * count_sequences(self.batches)
+        return 2 * len(layers_to_fit(cut, self.whole.shape)) * count_sequences(self.whole.batches)
 
     def fit(self, cut: Cut, *, say: Callable[[str], None], advance: Advance | None = None) -> None:
         """Fit every layer that stays from the first change on.
@@ -69,9 +67,9 @@ class Refit:
             say: is told what each fit explains.
             advance: is told of the :meth:`reads`.
         """
-        layers = layers_to_fit(cut, self.shape)
+        layers = layers_to_fit(cut, self.whole.shape)
         for number, layer in enumerate(layers):
-            behind = min((kept for kept in cut.layers if kept > layer), default=self.shape.num_layers) - 1
+            behind = min((kept for kept in cut.layers if kept > layer), default=self.whole.shape.num_layers) - 1
             self.fit_layer(cut, layer, behind, advance)
             share = f"{self.shares[layer]:.0%} of the error behind layer {behind}"
             say(f"refit {number + 1} of {len(layers)}: the down projection of layer {layer} explains {share}")
@@ -79,19 +77,19 @@ class Refit:
     @torch.no_grad()
     def fit_layer(self, cut: Cut, layer: int, behind: int, advance: Advance | None = None) -> None:
         """Fit a layer's down projection to the larger policy's stream behind another layer."""
-        layers, weight = self.model.model.layers, self._parameter(layer)
-        channels = _numbers(cut.channels, self.shape.hidden, weight)
-        units = _numbers(cut.neurons[layer] if cut.neurons else None, self.shape.ffn, weight)
+        layers, weight = self.whole.model.model.layers, self._parameter(layer)
+        channels = _numbers(cut.channels, self.whole.shape.hidden, weight)
+        units = _numbers(cut.neurons[layer] if cut.neurons else None, self.whole.shape.ffn, weight)
         columns = channels if self.of_output else units
         sums: Any = {"dtype": torch.float64, "device": weight.device}
         gram, squares = torch.zeros(len(columns), len(columns), **sums), torch.zeros((), **sums)
         cross = torch.zeros(len(columns), len(channels), **sums)
-        for batch in self.batches:
+        for batch in self.whole.batches:
             with watched(layers[behind]) as larger:
                 self._read(batch, behind)
             mlp = layers[layer].mlp
             features = watched(mlp) if self.of_output else watched(mlp.down_proj, inputs=True)
-            with as_cut(self.model, cut), self.applied(), watched(layers[layer]) as smaller, features as given:
+            with self.whole.as_cut(cut), self.applied(), watched(layers[layer]) as smaller, features as given:
                 self._read(batch, layer)
             target, stream, inputs = (
                 seen[0][batch.valid][:, kept].double()
@@ -127,10 +125,10 @@ class Refit:
         def stop(*_: Any) -> None:
             raise _ReachedError
 
-        handle = self.model.model.layers[layer].register_forward_hook(stop)
+        handle = self.whole.model.model.layers[layer].register_forward_hook(stop)
         try:
             with suppress(_ReachedError):
-                self.model.model(batch.tokens, use_cache=False)
+                self.whole.model.model(batch.tokens, use_cache=False)
         finally:
             handle.remove()
 
@@ -149,15 +147,15 @@ class Refit:
         found: dict[str, torch.Tensor] = {}
         for layer, weight in self.weights.items():
             mlp = f"model.layers.{layer}.mlp"
-            if self.shape.experts:
+            if self.whole.shape.experts:
                 found |= {f"{mlp}.experts.{number}.down_proj.weight": of for number, of in enumerate(weight)}
             else:
                 found[f"{mlp}.down_proj.weight"] = weight
         return found
 
     def _parameter(self, layer: int) -> torch.nn.Parameter:
-        mlp = self.model.model.layers[layer].mlp
-        weight: torch.nn.Parameter = mlp.experts.down_proj if self.shape.experts else mlp.down_proj.weight
+        mlp = self.whole.model.model.layers[layer].mlp
+        weight: torch.nn.Parameter = mlp.experts.down_proj if self.whole.shape.experts else mlp.down_proj.weight
         return weight
 
 

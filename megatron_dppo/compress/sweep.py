@@ -30,7 +30,7 @@ import torch
 
 from megatron_dppo.bridge.convert_commands import naming
 from megatron_dppo.bridge.safetensors_files import stored_tensors
-from megatron_dppo.compress.calibration import digest_of_answers, draw, read_sequences
+from megatron_dppo.compress.calibration import digest_of_answers, draw, forget, read_sequences, tell
 from megatron_dppo.compress.choose import BY_REWARD, MEASURES, SCORES, Recipe
 from megatron_dppo.compress.command import (
     as_words,
@@ -42,8 +42,7 @@ from megatron_dppo.compress.command import (
     load_whole,
     options_of_both,
 )
-from megatron_dppo.compress.passes import forget
-from megatron_dppo.compress.surgery import RECORD
+from megatron_dppo.compress.job import RECORD
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError, error_text
@@ -53,7 +52,7 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.process.lock import FolderLock
 from megatron_dppo.process.streams import quieten
-from megatron_dppo.report.axes import say
+from megatron_dppo.report.tables import frontier_table
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.resume import changes, flat
 
@@ -99,7 +98,8 @@ def sweep(chosen: Namespace) -> None:
     answers = read_sequences(chosen.calibrate, tokenizer, chat_template=chosen.chat_template, **columns)
     asked = {
         "model": named,
-        **{name: _plain(value) for name, value in options_of_both(chosen).items() if name not in MAY_CHANGE},
+        **{name: value for name, value in options_of_both(chosen).items() if name not in MAY_CHANGE},
+        "calibrate": str(chosen.calibrate),
         "settings": flat(load_config(chosen.config[0], chosen.config[1:])) if chosen.config else None,
         "content of --calibrate": digest_of_answers(answers),
         "content of MODEL": _digest_of_model(source),
@@ -162,10 +162,6 @@ def _free() -> None:
     torch.cuda.empty_cache()
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
 def _read(out: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Record of an earlier command, or a new one.
 
@@ -201,7 +197,7 @@ class _Sweep:
         if len(row) == 1:
             self.record["rows"].append(row)
         if not (folder / "policy" / RECORD).is_file():
-            _say(f"{name}: compressing")
+            tell(f"{name}: compressing")
             folder.mkdir(parents=True, exist_ok=True)
             self._compress(recipe, folder / "policy")
         forget(folder / "policy")  # a kill may have come when they were of no use any more
@@ -212,7 +208,7 @@ class _Sweep:
             row["loss_without_refit"] = done["loss_without_refit"]
         self.record["whole"] |= {"weights": done["weights_before"], "loss": done["loss_before"]}
         if "tokens_per_second" not in row and self.chosen.layout is None:
-            _say(f"{name}: tokens per second")
+            tell(f"{name}: tokens per second")
             row |= self._speed(folder / "policy")
             _free()
         self.write()
@@ -282,7 +278,7 @@ class _Sweep:
             SystemExit: if it fails with another code than 2, with that code.
         """
         text = [*map(str, words)]
-        _say("megatron-dppo " + " ".join(text))
+        tell("megatron-dppo " + " ".join(text))
         done = subprocess.run([sys.executable, "-m", "megatron_dppo", *text], stdout=sys.stderr, check=False)
         if done.returncode:
             code = done.returncode if done.returncode > 0 else 128 - done.returncode
@@ -291,7 +287,7 @@ class _Sweep:
             error = UserError(option, value, problem, "Mend that, and run the sweep again")
             if code == 2:
                 raise error
-            _say(error_text(error))
+            tell(error_text(error))
             raise SystemExit(code)
 
     def _speed(self, policy: Path) -> dict[str, float]:
@@ -356,30 +352,14 @@ def mark_frontier(rows: Sequence[Row]) -> None:
 
 
 def table(record: Mapping[str, Any]) -> list[str]:
-    """A line for each smaller policy, the largest first; what was not measured is a dash."""
-    whole = record["whole"]
-    heads = ("weights", "loss", "accuracy", "recovered", "tokens", "speed")
-    lines = [f"{'':36s}" + "".join(f"{head:>11s}" for head in heads)]
-    size, accuracy = f"{whole['weights'] / 1e6:,.2f} M", say(whole.get("accuracy"), "share")
-    first = size, f"{whole['loss']:.4f}", accuracy, "", "", "1.00x"
-    lines.append(f"{'whole policy':36s}" + "".join(f"{cell:>11s}" for cell in first))
-    for row in sorted(record["rows"], key=lambda row: (-row["weights"], row["name"])):
-        best = worth(row) if row.get("recovered") else None
-        tokens, speed = row.get("recovery_tokens"), row.get("tokens_per_second_ratio")
-        cells = (
-            f"{row['weights'] / whole['weights']:.0%}",
-            f"{row['loss_after']:.4f}",
-            say(row.get("accuracy"), "share"),
-            say(best, "share"),
-            "–" if tokens is None else f"{tokens:,.0f}",
-            "–" if speed is None else f"{speed:.2f}x",
-        )
-        lines.append(f"{'* ' * row['frontier']:2s}{row['name']:34s}" + "".join(f"{cell:>11s}" for cell in cells))
-    star = "* no other is as small and better, or smaller and as good"
+    """A line for each policy, the largest first."""
+    rows = frontier_table(record)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join([f"{name:{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))])
+        for name, *cells in rows
+    ]
+    mark = "✓: no other is as small and better, or smaller and as good"
     if any("tokens_per_second" not in row for row in record["rows"]):
         lines.append("speed –: it takes the whole policy in one process; run the sweep again without --layout")
-    return [*lines, f"{star}; tokens: of sft, to {100 * record['enough']:g}% of the whole policy's accuracy"]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    return [*lines, f"{mark}; tokens: of sft, to {100 * record['enough']:g}% of the whole policy's accuracy"]

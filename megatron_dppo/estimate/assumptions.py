@@ -59,13 +59,13 @@ class Assumptions:
     what dynamic_sampling and greso roll out for. A guess; 1 - ``prune/zero_advantage_fraction`` of a run is better."""
     steps_ratio: float | None = None
     """Steps without pruning over steps with it, to the same accuracy: what the run's pruning costs in steps. None: what
-    was measured of as much pruning on sums (estimate/levers.py); a run of your own task is better."""
+    was measured of as much pruning on sums (estimate/time.py); a run of your own task is better."""
     low_share: float = 0.5
     """Share of scores below the mean, which the rules called threshold prune. A guess."""
     pack_fill: float = 0.99
     """Share of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py finds 0.99)."""
     busy_share: float = 0.85
-    """Share of the trainer's passes in which kernels and messages run at the rates of ``estimate/roofline.py``. In the
+    """Share of the trainer's passes in which kernels and messages run at the rates of ``estimate/kernels.py``. In the
     rest a GPU waits for launches, for the slowest rank, or runs at a lower clock. A guess: pre-training, with even
     packs, reaches 0.83 (2B) to 0.91 (175B) by Megatron-LM's README (0.41 and 0.47 of the matrix rate on H100s)."""
     expert_imbalance: float = 1.5

@@ -1,32 +1,105 @@
-"""Seconds of a pack's kernels and messages on one rank, by formula.
+"""Seconds of a pack's kernels and messages on one rank, by formula, at the rates that well-made kernels reach.
 
-A :mod:`rehearsal <megatron_dppo.rehearse>` of the trainer with Transformer Engine found which kernels there are, and
-``tests/rehearsal/test_command.py`` compares their sums. Sizes are elements of ``model.dtype`` unless they are said to
-be bytes; *forward* and *backward* come in pairs.
+Needs no torch. A :mod:`rehearsal <megatron_dppo.rehearse>` of the trainer with Transformer Engine found which kernels
+there are, and ``tests/rehearsal/test_command.py`` compares their sums. Kernels follow each other without a gap, and no
+two overlap. Sizes are elements of ``model.dtype`` unless they are said to be bytes; *forward* and *backward* come in
+pairs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
-from megatron_dppo.config import HEAD_CHUNK_MIB
-from megatron_dppo.estimate.memory import layers_of_stage, rank_elements
-from megatron_dppo.estimate.roofline import (
-    ATTENTION_BACKWARD,
-    ATTENTION_FORWARD,
-    EXCHANGE,
-    INSIDE,
-    LEAST_SECONDS,
-    PIPELINE,
-    REPLICAS,
-    kernel_seconds,
-    message_seconds,
-    wire_seconds,
+from megatron_dppo.estimate.memory import (
+    head_chunk_bytes,
+    layers_of_stage,
+    rank_elements,
+    shared_ranks,
+    vocabulary_rows,
 )
 from megatron_dppo.estimate.workload import MeanPack, Setup, mean_pack, packs_of
-from megatron_dppo.models.shape import padded_vocab
+
+PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
+"""Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s), streaming kernels, and
+collectives reach."""
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.40, 0.30
+"""Share of the matrix rate over the pairs of causal attention."""
+LEAST_SECONDS = 2e-6
+"""Least seconds of a kernel."""
+PROCESSORS = {"a100-40": 108, "a100-80": 108, "b200": 148}
+"""Multiprocessors of a GPU; others have 132."""
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.9))
+"""Rows and columns of the tiles into which products are cut, and the share of the rate that such tiles reach."""
+
+REPLICAS, EXCHANGE, PIPELINE, INSIDE = (
+    "replicas: gradients and weights", "experts: exchange", "pipeline: activations", "tensor and context parallelism",
+)  # fmt: skip
+COLLECTIVES = (INSIDE, EXCHANGE, REPLICAS, PIPELINE)
+"""Kinds of collectives, by what they are for."""
+
+
+def kernel_seconds(
+    setup: Setup, flops: float, size: float, *, share: float = PRODUCTS, dtype: str = "bf16",
+    product: tuple[int, int] | None = None,
+) -> float:  # fmt: skip
+    """Least seconds of a kernel.
+
+    Args:
+        setup: of the run.
+        flops: products and sums.
+        size: bytes read and written.
+        share: of the matrix rate that the kernel reaches.
+        dtype: of the operands, as ``model.dtype`` has it.
+        product: rows and columns of a matrix product, to count what its tiles leave idle.
+    """
+    rate = setup.gpu.rate(dtype) * share
+    if product and flops:
+        rate *= tile_share(*product, PROCESSORS.get(setup.config.cluster.gpu, 132))
+    return max(flops / rate, size / (setup.gpu.bandwidth * STREAMS), LEAST_SECONDS)
+
+
+@cache
+def tile_share(rows: int, columns: int, processors: int) -> float:
+    """Share of the multiprocessors' time that a product of ``rows`` x ``columns`` uses, by the best of the tilings."""
+    best = 0.0
+    for height, width, reached in TILES:
+        down, across = -(-rows // height), -(-columns // width)
+        rounds = -(-down * across // processors)
+        best = max(best, reached * rows * columns / (rounds * processors * height * width))
+    return best
+
+
+def wire_seconds(setup: Setup, kind: str, ranks: int, size: float, *, times: float = 1.0) -> float:
+    """Seconds of a ring over NVLink, or over the network if the group spans nodes.
+
+    Experts' tokens go to both kinds of ranks at once. A ring of several ranks a node has as many adapters.
+
+    Args:
+        setup: of the run.
+        kind: one of :data:`COLLECTIVES`.
+        ranks: of the group.
+        size: bytes of the full tensor.
+        times: 2 for an all-reduce, 1 for a gather, a scatter or an exchange.
+    """
+    layout, gpu, size = setup.placement.layout, setup.gpu, size / LINKS
+    per_node = setup.config.cluster.gpus_per_node
+    if kind == EXCHANGE:
+        near = min(max(per_node // layout.expert_tp, 1), ranks)
+        return size * max((near - 1) / ranks / gpu.nvlink, (ranks - near) / ranks / gpu.network)
+    inside = min(max(per_node // (1 if kind == INSIDE else layout.tp), 1), ranks)
+    rate = gpu.nvlink if ranks <= inside else min(gpu.nvlink, inside * gpu.network)
+    return times * (ranks - 1) / max(ranks, 1) * size / rate
+
+
+def message_seconds(setup: Setup, kind: str, size: float) -> float:
+    """Seconds of a message of ``size`` bytes between two ranks; sent and received at once."""
+    layout, gpu, per_node = setup.placement.layout, setup.gpu, setup.config.cluster.gpus_per_node
+    crosses = (layout.tp * layout.cp if kind == INSIDE else setup.placement.ranks) > per_node
+    return size / LINKS / (gpu.network if crosses else gpu.nvlink)
+
 
 EXPERT_LAUNCHES, CONTEXT_LAUNCHES, LOSS_LAUNCHES = 12, 8, 75
 """Kernels of the least length: of a router's counts in a layer's pass, of each step of attention over
@@ -103,7 +176,7 @@ def reduction_seconds(setup: Setup, stage: int) -> float:
     groups = ((placement.replica, elements.dense), (placement.expert_replica, elements.experts))
     moved = 4.0 + setup.width * (2 if shape.experts else 1)
     tied = shape.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
-    embedding = message_seconds(setup, PIPELINE, 4.0 * _rows(setup) * shape.hidden) if tied else 0.0
+    embedding = message_seconds(setup, PIPELINE, 4.0 * vocabulary_rows(setup) * shape.hidden) if tied else 0.0
     return embedding + sum(wire_seconds(setup, REPLICAS, ranks, moved * size) for ranks, size in groups)
 
 
@@ -121,7 +194,7 @@ def _attention(setup: Setup, pack: MeanPack) -> Pair:
     """Norm, projections, norms and rotary embedding of queries and keys, attention, residual."""
     shape, layout = setup.shape, setup.placement.layout
     queries, keys = (heads * shape.head_dim // layout.tp for heads in (shape.heads, shape.kv_heads))
-    q, k, h = (pack.tokens * width for width in (queries, keys, shape.hidden / _shared(setup)))
+    q, k, h = (pack.tokens * width for width in (queries, keys, shape.hidden / shared_ranks(layout)))
     sizes = [(queries + 2 * keys, shape.hidden), (shape.hidden, queries)]
     products = _products(setup, [(pack.tokens, *size) for size in sizes])
     forward = [2 * h, 3 * h, *3 * [2 * q, 2 * k], 2 * k, q]
@@ -145,7 +218,7 @@ def _attention(setup: Setup, pack: MeanPack) -> Pair:
 def _dense(setup: Setup, pack: MeanPack) -> Pair:
     """Norm, SwiGLU and residual."""
     shape, layout = setup.shape, setup.placement.layout
-    h, f = pack.tokens * shape.hidden / _shared(setup), pack.tokens * shape.ffn / layout.tp
+    h, f = pack.tokens * shape.hidden / shared_ranks(layout), pack.tokens * shape.ffn / layout.tp
     sizes = [(2 * shape.ffn // layout.tp, shape.hidden), (shape.hidden, shape.ffn // layout.tp)]
     products = _products(setup, [(pack.tokens, *size) for size in sizes])
     messages = _inside(setup, pack, gathers=(1, 2), scatters=(1, 1), sums=(1, 1))
@@ -159,7 +232,7 @@ def _experts(setup: Setup, pack: MeanPack) -> Pair:
     Every rank waits for the one whose experts are sent the most. Router and routing keep fp32.
     """
     shape, layout = setup.shape, setup.placement.layout
-    mine, etp = pack.tokens // _shared(setup), layout.expert_tp
+    mine, etp = pack.tokens // shared_ranks(layout), layout.expert_tp
     h, sent = mine * shape.hidden, mine * shape.experts_per_token * shape.hidden
     got = etp * mine * shape.experts_per_token * setup.imbalance
     experts, ffn, copies = shape.experts // layout.ep, shape.ffn // etp, got * shape.hidden
@@ -189,7 +262,7 @@ def _experts(setup: Setup, pack: MeanPack) -> Pair:
 def _embedding(setup: Setup, pack: MeanPack) -> Pair:
     """The look-up reads the weight; its gradient is made whole and added to the sum of all packs."""
     shape, layout = setup.shape, setup.placement.layout
-    weight = _rows(setup) * shape.hidden
+    weight = vocabulary_rows(setup) * shape.hidden
     h, cut = pack.tokens * shape.hidden, layout.tp > 1
     summed = (4.0 + 4.0 + setup.width) / setup.width * weight
     streams = ([weight + h] + [2 * h] * cut, [weight + h, summed] + [2 * h] * cut)
@@ -199,9 +272,8 @@ def _embedding(setup: Setup, pack: MeanPack) -> Pair:
 def _head(setup: Setup, pack: MeanPack) -> Pair:
     """Last norm, and log-probabilities of responses chunk by chunk. Logits are made again for the gradient, unless one
     chunk takes all."""
-    shape, rows = setup.shape, _rows(setup)
-    chunk = (setup.config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2**20
-    scored, h = pack.responses, pack.tokens * shape.hidden / _shared(setup)
+    shape, rows, chunk = setup.shape, vocabulary_rows(setup), head_chunk_bytes(setup)
+    scored, h = pack.responses, pack.tokens * shape.hidden / shared_ranks(setup.placement.layout)
     at_once, kept = (min(scored, chunk / (rows * size)) for size in (4, 4 + setup.width))
 
     def chunks(size: float, seconds: float) -> float:
@@ -226,7 +298,7 @@ def _head(setup: Setup, pack: MeanPack) -> Pair:
 def _neighbours(setup: Setup, pack: MeanPack, stage: int) -> Pair:
     """Messages to the stage after, and back to the stage before; each virtual stage sends its own."""
     layout = setup.placement.layout
-    size = pack.tokens * setup.shape.hidden / _shared(setup) * setup.width
+    size = pack.tokens * setup.shape.hidden / shared_ranks(layout) * setup.width
     one, ring = message_seconds(setup, PIPELINE, size), layout.vpp > 1
     forward = layout.vpp - (stage == layout.pp - 1) if ring else int(stage < layout.pp - 1)
     backward = layout.vpp - (stage == 0) if ring else int(stage > 0)
@@ -234,18 +306,6 @@ def _neighbours(setup: Setup, pack: MeanPack, stage: int) -> Pair:
 
 
 # Kernels
-
-
-def _rows(setup: Setup) -> int:
-    """Tokens of the vocabulary that a rank has."""
-    tp = setup.placement.layout.tp
-    return padded_vocab(setup.shape.vocab_size, tp) // tp
-
-
-def _shared(setup: Setup) -> int:
-    """Ranks that share norms and residuals."""
-    layout = setup.placement.layout
-    return layout.tp if layout.sequence_parallel else 1
 
 
 def _pair(

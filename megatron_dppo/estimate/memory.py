@@ -296,13 +296,13 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imba
     kept = {
         "none": _layer(setup, saved, imbalance),
         "selective": layer_elements(shape, layout, saved) - feed_forward_elements(shape, layout, saved),
-        "full": shape.hidden / _shared(layout),
+        "full": shape.hidden / shared_ranks(layout),
     }[setup.config.model.recompute]
     kept *= layers_of_stage(shape, stage, layout) / layout.vpp * chunks_in_flight(stage, layout, packs)
     if stage == layout.pp - 1:  # the last norm, and what the head reads: its backward pass follows at once
-        kept += 2 * shape.hidden / _shared(layout) + shape.hidden
+        kept += 2 * shape.hidden / shared_ranks(layout) + shape.hidden
     if layout.pp > 1:  # a pack's input from the stage before, and the gradient that goes back
-        kept += 2 * shape.hidden / _shared(layout)
+        kept += 2 * shape.hidden / shared_ranks(layout)
     return _token_bytes(setup) * kept
 
 
@@ -321,7 +321,7 @@ def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float = 1.0) -> flo
     }[setup.config.model.recompute]
     swiglu = shape.ffn * (shape.experts_per_token or 1) / layout.tp
     passing = max(swiglu, 3 * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp)
-    return _token_bytes(setup) * (again + shape.hidden / _shared(layout) + passing * imbalance)
+    return _token_bytes(setup) * (again + shape.hidden / shared_ranks(layout) + passing * imbalance)
 
 
 def _layer(setup: Setup, saved: Saved, imbalance: float) -> float:
@@ -339,12 +339,23 @@ def layer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> fl
     """Elements that one layer keeps of one token for its backward pass."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = (saved.queries * queries + saved.keys * keys) / layout.tp + 4 * shape.head_dim
-    return saved.norms * shape.hidden / _shared(layout) + attention + feed_forward_elements(shape, layout, saved)
+    return saved.norms * shape.hidden / shared_ranks(layout) + attention + feed_forward_elements(shape, layout, saved)
 
 
-def _shared(layout: LayoutConfig) -> int:
+def shared_ranks(layout: LayoutConfig) -> int:
     """Ranks that share norms and residuals."""
     return layout.tp if layout.sequence_parallel else 1
+
+
+def vocabulary_rows(setup: Setup) -> int:
+    """Tokens of the vocabulary that a rank has, padding included."""
+    tp = setup.placement.layout.tp
+    return padded_vocab(setup.shape.vocab_size, tp) // tp
+
+
+def head_chunk_bytes(setup: Setup) -> float:
+    """Most bytes of the policy head's logits at a time."""
+    return (setup.config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2.0**20
 
 
 def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
@@ -365,9 +376,8 @@ def _head_bytes(setup: Setup) -> float:
     DDP keeps the gradient that is summed, which is not counted here.
     """
     config, shape, layout = setup.config, setup.shape, setup.placement.layout
-    rows = padded_vocab(shape.vocab_size, layout.tp) // layout.tp
-    chunk = (config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2.0**20
-    chunk = min(chunk, config.pack.max_tokens / layout.cp * rows * (4 + setup.width))
+    rows = vocabulary_rows(setup)
+    chunk = min(head_chunk_bytes(setup), config.pack.max_tokens / layout.cp * rows * (4 + setup.width))
     chunk *= 2 if config.loss.distillation.models else 1  # the policy's logits may be kept beside the divergence's
     handed_over = 0 if shape.tied and layout.pp == 1 else rows * shape.hidden * setup.width
     return max(chunk, handed_over) + _token_bytes(setup) * shape.hidden

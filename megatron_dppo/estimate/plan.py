@@ -10,7 +10,6 @@ from pydantic_core import to_jsonable_python
 
 from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.estimate.assumptions import GIB, Assumptions
-from megatron_dppo.estimate.levers import SHARES, LeverRow, lever_table, measured_price, pruning_of
 from megatron_dppo.estimate.memory import (
     Memory,
     Parameters,
@@ -22,7 +21,7 @@ from megatron_dppo.estimate.memory import (
     shape_of,
 )
 from megatron_dppo.estimate.search import Change, Closest, Proposal, remedies, search
-from megatron_dppo.estimate.time import StepTime, step_time
+from megatron_dppo.estimate.time import SHARES, LeverRow, StepTime, lever_table, measured_price, pruning_of, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.trainer.disk import Disk, disk_needed

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
-from megatron_dppo.estimate.levers import Gain, LeverRow
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan, proposals
 from megatron_dppo.estimate.search import MOST_AT_ONCE, MOST_NODES, SPARE, nodes_of, with_settings
+from megatron_dppo.estimate.time import Gain, LeverRow
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 from megatron_dppo.trainer.disk import size_text
@@ -27,7 +27,7 @@ COUNTED = {
 
 
 MEASURED_ON = "measured on sums, with a policy of a million parameters"
-"""The only task and size for which it is known what pruning costs in steps (``estimate/levers.py``)."""
+"""The only task and size for which it is known what pruning costs in steps (``estimate/time.py``)."""
 
 
 def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:

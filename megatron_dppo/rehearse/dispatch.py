@@ -1,4 +1,8 @@
-"""The dispatch mode: host tensors stay real, device tensors have shapes only, and each operator is booked."""
+"""The dispatch mode: device tensors have shapes and the values that the host can know, and operators are booked.
+
+The trainer reads lengths and offsets back from the device. Zeros instead would lead the trainer into other branches, so
+that copies of small host tensors, and results computed from only them, keep their values.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,88 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megatron_dppo.rehearse.booking import Book, place, tensor_bytes
-from megatron_dppo.rehearse.collectives import answer
-from megatron_dppo.rehearse.pinning import is_pinned, mark_pinned
-from megatron_dppo.rehearse.values import follow, forget, remember, value_of
+from megatron_dppo.rehearse.booking import Book, is_pinned, mark_pinned, place, tensor_bytes
+
+LARGEST = 1 << 21
+"""Elements of the largest integer tensor that is remembered."""
+LARGEST_FLOAT = 64
+"""Elements of the largest floating-point tensor that is remembered."""
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The known value on the host, or None."""
+    value: torch.Tensor | None = getattr(tensor, "_host_value", None)
+    return value
+
+
+def remember(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace the known value by this one, if it is small."""
+    forget(tensor)
+    if value.numel() <= (LARGEST_FLOAT if value.is_floating_point() else LARGEST):
+        tensor.__dict__["_host_value"] = value
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """Drop the value of an overwritten tensor."""
+    tensor.__dict__.pop("_host_value", None)
+
+
+def follow(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: object) -> None:
+    """Compute an operator on the host, if all of its tensors are known; otherwise forget the written tensors."""
+    fakes = [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, FakeTensor)]
+    outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, FakeTensor)]
+    known = fakes and all(value_of(fake) is not None for fake in fakes) and "rand" not in func.name()
+    made: object = None
+    if known:
+        on_host = {"device": torch.device("cpu")} if "device" in kwargs else {}
+        rest = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        plain_args, plain_kwargs = pytree.tree_map_only(FakeTensor, value_of, (tuple(args), {**rest, **on_host}))
+        try:
+            made = func(*plain_args, **plain_kwargs)
+        except (RuntimeError, IndexError):  # a shape that depends on an unknown value
+            made = None
+    values = pytree.tree_leaves(made) if made is not None else [None] * len(outputs)
+    for tensor, value in zip(outputs, values, strict=False):
+        if isinstance(value, torch.Tensor):
+            remember(tensor, value)
+        else:
+            forget(tensor)
+
+
+def answer(book: Book, func: OpOverload, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """Book a collective of device tensors, or fill host tensors as if all ranks sent the same; return finished work."""
+    name = func.name().removeprefix("c10d::").removesuffix("_")
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        key = f"{name} over {ProcessGroup.unbox(named['process_group']).size()}"
+        book.collectives[key] += 1
+        size = max(tensor_bytes(*pytree.tree_leaves(argument)) for argument in args)
+        book.collective_bytes[key] += size
+        first = tensors[0].dtype
+        book.launch(f"c10d::{key}", 0.0, size, first, first)
+    else:
+        _repeat_own_part(name, args)
+    work = FakeWork().boxed()
+    return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _repeat_own_part(name: str, args: Sequence[Any]) -> None:
+    if name == "allgather":
+        for outputs, mine in zip(args[0], args[1], strict=True):
+            for output in outputs:
+                output.copy_(mine)
+    elif name == "_allgather_base":
+        args[0].view(-1, args[1].numel()).copy_(args[1].reshape(1, -1).expand(args[0].numel() // args[1].numel(), -1))
+    elif name == "alltoall_base" and args[0].numel() == args[1].numel():
+        args[0].copy_(args[1])
+
 
 aten = torch.ops.aten
 NO_KERNEL = {

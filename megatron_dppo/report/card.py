@@ -19,8 +19,8 @@ from megatron_dppo.config.loss import is_server
 from megatron_dppo.hub import is_id
 from megatron_dppo.models.shape import published
 from megatron_dppo.observe.summary import summarise
-from megatron_dppo.report.axes import say
 from megatron_dppo.report.learning import wilson
+from megatron_dppo.report.plot import say
 from megatron_dppo.report.run import Record, RunRecord, data_of, default_of
 from megatron_dppo.settings import settings, short
 from megatron_dppo.trainer.resume import PLACES

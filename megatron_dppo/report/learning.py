@@ -8,9 +8,8 @@ from math import sqrt
 import numpy as np
 
 from megatron_dppo.evaluation.benchmarks import TAKEN
-from megatron_dppo.report.axes import Form, say
-from megatron_dppo.report.parts import Chapter, Note, Part, Plots, Table
-from megatron_dppo.report.plot import Line, Plot, line_plot, titled
+from megatron_dppo.report.parts import Chapter, Form, Note, Part, Plot, Plots, Table, titled
+from megatron_dppo.report.plot import Line, line_plot, say
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF

@@ -22,16 +22,13 @@ from megatron_dppo.observe.palette import PALETTE, SAME
 from megatron_dppo.observe.summary import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.axes import say, smoothed_at_ends
-from megatron_dppo.report.cost import cost, spent
-from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.learning import learning, packs, signs, wilson
-from megatron_dppo.report.parts import Chapter
-from megatron_dppo.report.plot import failure
+from megatron_dppo.report.parts import Chapter, failure
+from megatron_dppo.report.plot import say, smoothed_at_ends
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import RunRecord, data_of, read_runs
-from megatron_dppo.report.tables import benchmarks, options, sample_answers
-from megatron_dppo.report.timing import Race, race, ratios, timing, why_no_interval
+from megatron_dppo.report.tables import benchmarks, frontier, options, sample_answers
+from megatron_dppo.report.timing import Race, cost, race, ratios, spent, timing, why_no_interval
 from megatron_dppo.rl.types import Floats
 
 T = TypeVar("T")
@@ -104,7 +101,8 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
         makers = {"Benchmarks": benchmarks}
     sections = _or_why(partial(frontier, runs), lambda why: [Chapter("frontier", "Smaller policies", "", [], why)])
     for title, make in makers.items():
-        sections.append(_or_why(partial(make, runs), partial(_unmade, title)))
+        name = title.partition(" ")[0].lower()
+        sections.append(_or_why(partial(make, runs), partial(Chapter, name, title, "", [])))
     outcome = _or_why(partial(race, runs), lambda why: None)
     folder = files(__package__)
     text, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js"))
@@ -113,7 +111,7 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     )
     return environment.from_string(text).render(
         runs=runs,
-        headlines=[_or_why(partial(_headline, run), partial(_no_headline, run)) for run in runs],
+        headlines=[(run, *_or_why(partial(_headline, run), lambda why: (why, "", []))) for run in runs],
         outcome=outcome,
         few=outcome is not None and len(outcome.arms) <= MOST_ARMS,
         measured=list(_measured(outcome)) if outcome else [],
@@ -135,16 +133,8 @@ def _or_why(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
         return otherwise(failure(error))
 
 
-def _unmade(title: str, why: str) -> Chapter:
-    return Chapter(title.partition(" ")[0].lower(), title, "", [], why)
-
-
-def _headline(run: RunRecord) -> tuple[RunRecord, str, str, list[Figure]]:
-    return run, _what(run), _state(run), list(_figures(run))
-
-
-def _no_headline(run: RunRecord, why: str) -> tuple[RunRecord, str, str, list[Figure]]:
-    return run, why, "", []
+def _headline(run: RunRecord) -> tuple[str, str, list[Figure]]:
+    return _what(run), _state(run), list(_figures(run))
 
 
 def _css() -> str:

@@ -19,7 +19,8 @@ from matplotlib.patheffects import withStroke
 from megatron_dppo.observe.palette import colour_of
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.learning import accuracy_plot, reward_plot
-from megatron_dppo.report.plot import Key, Line, Mark, Plot, line_plot, titled
+from megatron_dppo.report.parts import Key, Mark, Plot, titled
+from megatron_dppo.report.plot import Line, line_plot
 from megatron_dppo.report.pruning import answers_plot, causes_plot, noise_plot, tokens_plot
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.report.timing import phase_plot

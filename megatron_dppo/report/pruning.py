@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.report.axes import Form
-from megatron_dppo.report.parts import Chapter, Part, Plots
-from megatron_dppo.report.plot import Key, Layer, Line, Mark, Plot, boxes, line_plot, stack_plot, titled
+from megatron_dppo.report.parts import Chapter, Form, Key, Mark, Part, Plot, Plots, titled
+from megatron_dppo.report.plot import Layer, Line, boxes, line_plot, stack_plot
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES

@@ -12,10 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_dppo.cli import main
-from megatron_dppo.compress import passes as passes_of_commands
+from megatron_dppo.compress import calibration
 from megatron_dppo.compress.asking import Asking, prompts_to_ask
+from megatron_dppo.compress.calibration import Accumulator
 from megatron_dppo.compress.live import Live
-from megatron_dppo.compress.passes import Accumulator
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import assemble_frozen
@@ -42,7 +42,7 @@ def rewards(
     rank: int, size: int, policy: Path, absent: list[tuple[int, ...]], sums: Path | None, *settings: str
 ) -> list[float]:
     """Of the policy without each set of layers; with a folder for ``sums``, after a kill within the first."""
-    passes_of_commands.KEEP_EVERY_S = 0.0
+    calibration.KEEP_EVERY_S = 0.0
     config = load_config(None, [*SETTINGS, f"model.path={policy}", *settings])
     world = initialize(config.layout, seed=1, timeout_s=60.0)
     with ExitStack() as to_close:

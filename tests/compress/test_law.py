@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.cli import main
+from megatron_dppo.compress.job import RECORD
 from megatron_dppo.compress.law import (
     COLUMNS,
     FORMS,
@@ -25,7 +26,6 @@ from megatron_dppo.compress.law import (
     slope_difference,
     tokens_to,
 )
-from megatron_dppo.compress.surgery import RECORD
 from megatron_dppo.observe.metrics import StepLog
 from megatron_dppo.trainer.resume import WARM_UP
 

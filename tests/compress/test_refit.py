@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.cli import main
 from megatron_dppo.compress.calibration import Batch, batches, draw, read_sequences
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.reader import as_cut, mean_loss
+from megatron_dppo.compress.reader import Whole
 from megatron_dppo.compress.refit import RIDGE, Refit, layers_to_fit
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ def test_each_layer_is_fitted_to_what_those_before_it_have_left(
     model: Any, policy: Path, answers: list[WorkedAnswer], read: list[Batch]
 ) -> None:
     whole, said, counts, cut = copy.deepcopy(model.state_dict()), list[str](), list[float](), Cut((0, 2))
-    refit = Refit(model, read_shape(policy), read, torch.float64)
+    refit = Refit(Whole(model, read_shape(policy), read), torch.float64)
     refit.fit(cut, say=said.append, advance=lambda count, said="", *, to_do=0: counts.append(count))
     assert sum(counts) == refit.reads(cut) == 2 * 2 * len(answers)
     assert all(torch.equal(weight, whole[name]) for name, weight in model.state_dict().items()), "as it was"
@@ -83,10 +83,10 @@ def test_a_fit_is_of_the_units_and_channels_that_stay(
     units, channels = tuple(range(0, 80, 2)), tuple(range(1, 48, 3))
     cut = Cut((0, 1, 2, 3), neurons=(units,) * 4, channels=channels)
     before = model.model.layers[0].mlp.down_proj.weight.clone()
-    refit = Refit(model, read_shape(policy), read, torch.float64)
+    refit = Refit(Whole(model, read_shape(policy), read), torch.float64)
     refit.fit_layer(cut, 0, 0)
     target, _ = streams(model, answers, 0, units=True)
-    with as_cut(model, cut):
+    with Whole(model, read_shape(policy), read).as_cut(cut):
         given, inputs = streams(model, answers, 0, units=True)
     change, share = fitted_by_hand(inputs[:, units], target[:, channels], given[:, channels])
     before[np.ix_(channels, units)] += change
@@ -105,7 +105,7 @@ def test_where_nothing_can_be_fitted_a_layer_stays_as_it_was(
     else:
         model.model.layers[2].self_attn.o_proj.weight.zero_()
         model.model.layers[2].mlp.down_proj.weight.zero_()
-    refit = Refit(model, read_shape(policy), read, torch.float64)
+    refit = Refit(Whole(model, read_shape(policy), read), torch.float64)
     refit.fit(Cut((0, 1, 3)), say=str)
     assert refit.shares[1] == 0 and 1 not in refit.weights
 
@@ -113,7 +113,7 @@ def test_where_nothing_can_be_fitted_a_layer_stays_as_it_was(
 @torch.no_grad()
 def test_experts_are_fitted_by_their_output(mixture: Path, answers: list[WorkedAnswer], read: list[Batch]) -> None:
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).eval()
-    refit = Refit(model, read_shape(mixture), read, torch.float32)
+    refit = Refit(Whole(model, read_shape(mixture), read), torch.float32)
     refit.fit(Cut((0,)), say=str)
     target, _ = streams(model, answers, 1, units=False)
     given, output = streams(model, answers, 0, units=False)
@@ -180,4 +180,6 @@ def test_the_losses_are_those_of_the_policies_with_and_without_the_refit(
     columns: Any = {"prompt_key": "prompt", "response_key": "response", "chat_template": False}
     _, others = draw(read_sequences(sums, load_tokenizer(policy), **columns), 20, seed=1)
     unseen = list(batches(others, max_tokens=512, device=torch.device("cpu")))
-    assert refitted["loss_after"] == pytest.approx(mean_loss(written, unseen), rel=1e-5)
+    assert refitted["loss_after"] == pytest.approx(
+        Whole(written, read_shape(tmp_path / "out"), unseen).loss(), rel=1e-5
+    )

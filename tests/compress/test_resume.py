@@ -19,12 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.cli import main
-from megatron_dppo.compress import calibration, passes
-from megatron_dppo.compress.activity import measure_activity
-from megatron_dppo.compress.calibration import Batch, batches, count_sequences
+from megatron_dppo.compress import calibration
+from megatron_dppo.compress.calibration import Accumulator, Batch, batches, count_sequences
 from megatron_dppo.compress.choose import shapley_values
-from megatron_dppo.compress.passes import Accumulator
-from megatron_dppo.compress.reader import Reader, Whole, mean_loss, remove_greedily
+from megatron_dppo.compress.reader import Reader, Whole, remove_greedily
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig, PackConfig
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape
@@ -44,13 +42,13 @@ class KilledError(Exception):
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are written after every batch."""
-    monkeypatch.setattr(passes, "KEEP_EVERY_S", 0.0)
+    monkeypatch.setattr(calibration, "KEEP_EVERY_S", 0.0)
     monkeypatch.setattr(calibration, "BATCH_TOKENS", SMALL)
 
 
 def dying_command(words: list[str], writes: int) -> None:
     """A command that is killed while it writes sums, when it has written them so many times; of ranks the second."""
-    left, replacing_file = writes, passes.replacing_file
+    left, replacing_file = writes, calibration.replacing_file
 
     @contextmanager
     def dying(file: Path) -> Iterator[Path]:
@@ -61,7 +59,7 @@ def dying_command(words: list[str], writes: int) -> None:
             if left < 0 and os.environ.get("RANK") in (None, "1"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    passes.replacing_file, passes.KEEP_EVERY_S, calibration.BATCH_TOKENS = dying, 0.0, SMALL
+    calibration.replacing_file, calibration.KEEP_EVERY_S, calibration.BATCH_TOKENS = dying, 0.0, SMALL
     sys.exit(main(words))
 
 
@@ -123,12 +121,12 @@ def test_every_score_goes_on_from_any_batch(
 def test_what_routers_do_goes_on_from_any_batch(mixture: Path, answers: list[WorkedAnswer], tmp_path: Path) -> None:
     model, shape = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).eval(), read_shape(mixture)
     read = list(batches(answers, max_tokens=512, device=torch.device("cpu")))
-    expected = measure_activity(model, shape, read)
+    expected = Whole(model, shape, read).activity()
     with pytest.raises(KilledError):
-        measure_activity(model, shape, read, killed_after(1, Accumulator(tmp_path / "sums")))
+        Whole(model, shape, read, killed_after(1, Accumulator(tmp_path / "sums"))).activity()
     passes = Accumulator(tmp_path / "sums")
     assert 0 < passes.read < len(answers)
-    found = measure_activity(model, shape, read, passes)
+    found = Whole(model, shape, read, passes).activity()
     assert torch.equal(found.experts, expected.experts) and torch.equal(found.choices, expected.choices)
 
 
@@ -151,13 +149,13 @@ def test_sums_that_are_of_no_use_are_said_to_be(
         folder.mkdir()
         (folder / "rank-0.0.pt.partial").symlink_to("/dev/full")
     else:
-        mean_loss(model, read, Accumulator(folder, {"--keep": 0.5}))
+        Whole(model, read_shape(policy), read, Accumulator(folder, {"--keep": 0.5})).loss()
     if why == "torn":
         for file in folder.iterdir():
             file.write_bytes(file.read_bytes()[:-9])
     again = Accumulator(folder, {"--keep": 0.75 if why == "other options" else 0.5})
-    expected = mean_loss(model, read)
-    assert [mean_loss(model, read, again) for _ in range(3)] == [expected] * 3
+    expected = Whole(model, read_shape(policy), read).loss()
+    assert [Whole(model, read_shape(policy), read, again).loss() for _ in range(3)] == [expected] * 3
     assert again.read == 3 * count_sequences(read)
     assert capsys.readouterr().err.count(said) == 1
     assert not list(tmp_path.rglob("*.partial"))
@@ -166,9 +164,9 @@ def test_sums_that_are_of_no_use_are_said_to_be(
 def in_shards(
     rank: int, size: int, path: Path, layout: LayoutConfig, answers: list[WorkedAnswer], folder: Path
 ) -> None:
-    from megatron_dppo.compress import live, passes
+    from megatron_dppo.compress import live
 
-    passes.KEEP_EVERY_S, live.STRETCH = 0.0, 1
+    calibration.KEEP_EVERY_S, live.STRETCH = 0.0, 1
     config = Config(model=ModelConfig(path=str(path)), layout=layout, pack=PackConfig(max_tokens=SMALL))
     world = initialize(layout, seed=1, timeout_s=60.0)
     parts = assemble_frozen(config, world, temperature=1.0)

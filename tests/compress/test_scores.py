@@ -11,11 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.compress.activity import measure_activity
-from megatron_dppo.compress.calibration import Batch
+from megatron_dppo.compress.calibration import Accumulator, Batch
 from megatron_dppo.compress.choose import BY_REWARD, SCORES, Recipe, choose, halves, passes_of, shapley_values
-from megatron_dppo.compress.passes import Accumulator
-from megatron_dppo.compress.reader import Measure, Whole, mean_loss, remove_greedily, without
+from megatron_dppo.compress.reader import Measure, Whole, remove_greedily
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape
 
@@ -59,7 +57,7 @@ def written_out_distance(model: Any, short: Any, answers: list[WorkedAnswer]) ->
 def test_activity_is_that_of_loops_over_sequences_and_tokens(
     model: Any, policy: Path, answers: list[WorkedAnswer], read: list[Batch]
 ) -> None:
-    found = measure_activity(model, read_shape(policy), read)
+    found = whole(model, policy, read).activity()
     inputs: dict[tuple[str, int], list[torch.Tensor]] = {}
     watched = [("before", len(model.model.layers), model.model.norm)]
     for number, layer in enumerate(model.model.layers):
@@ -106,7 +104,7 @@ def test_an_expert_has_the_weights_that_the_router_gives_it(
     mixture: Path, answers: list[WorkedAnswer], read: list[Batch], renormalises: bool
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32, norm_topk_prob=renormalises).eval()
-    found = measure_activity(model, read_shape(mixture), read)
+    found = whole(model, mixture, read).activity()
     weights, choices = torch.zeros(2, 2, 6, dtype=torch.float64)
 
     def route(layer: int, states: torch.Tensor) -> None:
@@ -130,13 +128,13 @@ def test_a_left_out_layer_costs_what_the_shortened_model_loses(
     model: Any, policy: Path, answers: list[WorkedAnswer], read: list[Batch]
 ) -> None:
     present = written_out_loss(model, answers)
-    assert mean_loss(model, read) == pytest.approx(present, rel=1e-9)
+    assert whole(model, policy, read).loss() == pytest.approx(present, rel=1e-9)
     short, reader = [shortened(model, layer) for layer in range(4)], whole(model, policy, read)
     expected = [written_out_loss(each, answers) - present for each in short]
     assert shapley_values(reader, "loss", 0, seed=1) == pytest.approx(expected, rel=1e-7)
     expected = [written_out_distance(model, each, answers) for each in short]
     assert shapley_values(reader, "logits", 0, seed=1) == pytest.approx(expected, rel=1e-9)
-    assert mean_loss(model, read) == pytest.approx(present, rel=1e-12), "the policy is as it was"
+    assert whole(model, policy, read).loss() == pytest.approx(present, rel=1e-12), "the policy is as it was"
 
 
 @pytest.mark.parametrize("measure", ["loss", "logits"])
@@ -175,24 +173,24 @@ def test_each_pair_of_halves_lacks_every_layer_once(layers: int) -> None:
 def test_greedy_removal_takes_what_costs_least_each_time(model: Any, policy: Path, read: list[Batch]) -> None:
     said: list[str] = []
     removed = remove_greedily(whole(model, policy, read), 3, "attention", say=said.append)
-    with without(model, attention=removed):
-        assert said[-1].endswith(f"3 of 3: loss {mean_loss(model, read):.4f}"), "all three are gone together"
+    with whole(model, policy, read).without(attention=removed):
+        assert said[-1].endswith(f"3 of 3: loss {whole(model, policy, read).loss():.4f}"), "all three are gone together"
     kept_out: list[int] = []
     for layer in removed:
         losses = []
         for other in sorted(set(range(4)) - set(kept_out)):
-            with without(model, attention=[*kept_out, other]):
-                losses.append((mean_loss(model, read), other))
+            with whole(model, policy, read).without(attention=[*kept_out, other]):
+                losses.append((whole(model, policy, read).loss(), other))
         assert min(losses)[1] == layer
         kept_out.append(layer)
 
 
 @torch.no_grad()
-def test_without_attention_is_a_zero_output_projection(model: Any, read: list[Batch]) -> None:
-    with without(model, attention=[2]):
-        silenced = mean_loss(model, read)
+def test_without_attention_is_a_zero_output_projection(model: Any, policy: Path, read: list[Batch]) -> None:
+    with whole(model, policy, read).without(attention=[2]):
+        silenced = whole(model, policy, read).loss()
     model.model.layers[2].self_attn.o_proj.weight.zero_()
-    assert mean_loss(model, read) == pytest.approx(silenced, rel=1e-12)
+    assert whole(model, policy, read).loss() == pytest.approx(silenced, rel=1e-12)
 
 
 @pytest.mark.parametrize("score", [score for score in SCORES["width"] if score != "random"])

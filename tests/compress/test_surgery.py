@@ -13,7 +13,7 @@ from megatron_dppo.bridge.chunks import BUFFER_BYTES
 from megatron_dppo.bridge.convert import stored_chunks
 from megatron_dppo.bridge.safetensors_files import read_header
 from megatron_dppo.compress.cut import Cut
-from megatron_dppo.compress.surgery import cut_tensor
+from megatron_dppo.compress.job import cut_tensor
 from megatron_dppo.models.shape import PUBLISHED
 
 SHAPE = replace(PUBLISHED["qwen3-0.6b"], num_layers=2, hidden=512, ffn=1000, kv_heads=4, heads=8, head_dim=64)

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_dppo.cli import main
 from megatron_dppo.compress import sweep
-from megatron_dppo.compress.plan import plan_smaller, smaller_text
+from megatron_dppo.compress.cut import plan_smaller, smaller_text
 from megatron_dppo.compress.sweep import mark_frontier, worth
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.plan import make_plan

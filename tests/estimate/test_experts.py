@@ -8,9 +8,8 @@ import pytest
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.kernels import stage_passes
+from megatron_dppo.estimate.kernels import EXCHANGE, PRODUCTS, STREAMS, stage_passes, wire_seconds
 from megatron_dppo.estimate.memory import FUSED, feed_forward_elements, held_bytes, parameters_of, rank_elements
-from megatron_dppo.estimate.roofline import EXCHANGE, PRODUCTS, STREAMS, wire_seconds
 from megatron_dppo.estimate.search import with_settings
 from megatron_dppo.estimate.workload import mean_pack, place
 from megatron_dppo.models.shape import PUBLISHED

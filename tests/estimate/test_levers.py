@@ -7,7 +7,9 @@ import re
 import pytest
 
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.levers import (
+from megatron_dppo.estimate.plan import as_json
+from megatron_dppo.estimate.report import as_text, gain_text, ratio_text
+from megatron_dppo.estimate.time import (
     PRICES,
     SHARES,
     TABLE,
@@ -17,8 +19,6 @@ from megatron_dppo.estimate.levers import (
     pruning_of,
     step_speed_up,
 )
-from megatron_dppo.estimate.plan import as_json
-from megatron_dppo.estimate.report import as_text, gain_text, ratio_text
 from tests.docs.documents import text_of
 from tests.estimate.test_plan import of, plan
 

@@ -15,8 +15,8 @@ from megatron_dppo.rehearse.device import load_device
 warnings.simplefilter("ignore")
 load_device()
 
-from megatron_dppo.rehearse.requirements import python_folder  # noqa: E402
-from megatron_dppo.rehearse.world import prepare  # noqa: E402
+from megatron_dppo.rehearse.device import python_folder  # noqa: E402
+from megatron_dppo.rehearse.patches import prepare  # noqa: E402
 
 MODE = prepare(python_folder())
 

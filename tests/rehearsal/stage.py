@@ -29,10 +29,9 @@ from megatron_dppo.models.microbatch import Microbatch
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rehearse.dispatch import RehearsalMode
-from megatron_dppo.rehearse.host_reads import known_reads
-from megatron_dppo.rehearse.step import actor_of
+from megatron_dppo.rehearse.patches import one_rank
+from megatron_dppo.rehearse.step import actor_of, known_reads
 from megatron_dppo.rehearse.te_kernels import set_attention_pairs
-from megatron_dppo.rehearse.world import one_rank
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.plan import plan_step

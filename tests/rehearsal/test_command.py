@@ -17,12 +17,12 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from megatron_dppo.cli import main
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.kernels import tile_share
 from megatron_dppo.estimate.memory import chunks_in_flight, shape_of
-from megatron_dppo.estimate.roofline import tile_share
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.rehearse.booking import KernelLaunch
-from megatron_dppo.rehearse.roofline import KernelCost, seconds
+from megatron_dppo.rehearse.command import KernelCost, seconds
 from megatron_dppo.rehearse.step import packs_to_play
 from megatron_dppo.settings import load_config
 

@@ -8,8 +8,7 @@ import pytest
 import torch  # noqa: F401
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rehearse.device import build_device, library_of, load_device
-from megatron_dppo.rehearse.requirements import missing_parts, python_folder
+from megatron_dppo.rehearse.device import build_device, library_of, load_device, missing_parts, python_folder
 from megatron_dppo.rehearse.transformer_engine import CompiledModule
 
 

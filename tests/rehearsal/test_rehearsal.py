@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.rehearse.requirements import VERSIONS
+from megatron_dppo.rehearse.device import VERSIONS
 from tests.rehearsal.cases import CASES, SHARE
 
 ROOT = Path(__file__).parents[2]

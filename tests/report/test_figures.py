@@ -14,13 +14,12 @@ import pytest
 from hypothesis import given
 
 from megatron_dppo.observe.timers import duration
-from megatron_dppo.report.axes import Axis, around, say, smooth, spread, thin
-from megatron_dppo.report.cost import cost, spent
 from megatron_dppo.report.learning import learning, wilson
 from megatron_dppo.report.page import page
 from megatron_dppo.report.parts import Note, Plots
+from megatron_dppo.report.plot import Axis, around, say, smooth, spread, thin
 from megatron_dppo.report.run import RunRecord, read_runs
-from megatron_dppo.report.timing import Race, race
+from megatron_dppo.report.timing import Race, cost, race, spent
 from tests.report.made_up import write_lines, write_run
 
 ROLLOUT_S, TRAIN_S, FIXED_S = 3e-4, 7e-4, 0.25

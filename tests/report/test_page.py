@@ -19,11 +19,11 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.observe.summary import print_summary, summarise
-from megatron_dppo.report.frontier import frontier
 from megatron_dppo.report.page import page, report
 from megatron_dppo.report.parts import Plots
 from megatron_dppo.report.plot import line_plot
 from megatron_dppo.report.run import read_runs
+from megatron_dppo.report.tables import frontier
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.resume import record
 from tests.report.made_up import UNPRUNED, write_lines, write_run

@@ -294,12 +294,6 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
 
 
 def _integer_root(number: int, degree: int) -> int | None:
-    if degree == 2:
-        root = math.isqrt(number)
-    else:
-        low, high = 0, 1 << (number.bit_length() // degree + 1)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if middle**degree <= number else (low, middle - 1)
-        root = low
+    context = _context(20 + number.bit_length() // 3 // degree)
+    root = int(context.nint(context.root(number, degree)))
     return root if root**degree == number else None
