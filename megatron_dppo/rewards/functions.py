@@ -25,8 +25,7 @@ from megatron_dppo.rewards.adapters import (
     columns_wanted,
 )
 from megatron_dppo.rewards.math.completion import THINKING_TAGS, after_thoughts, stated_answer
-from megatron_dppo.rl.given import as_number, as_truth
-from megatron_dppo.rl.rounding import is_right
+from megatron_dppo.rl.numbers import as_number, as_truth, is_right
 
 SETTING = "reward.function"
 BUILTIN = {

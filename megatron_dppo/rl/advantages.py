@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.objectives import Objective
-from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.trees import tree_advantages
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins.loading import FAILURES
-from megatron_dppo.rl.given import as_mask
+from megatron_dppo.rl.numbers import as_mask
 from megatron_dppo.rl.sequences import malformed
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 from megatron_dppo.rollout.conversation_checks import UnusableError, check_completion, check_ids, check_roles

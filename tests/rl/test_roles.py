@@ -15,7 +15,7 @@ from megatron_dppo.rl.families import prompts_shared
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step
-from megatron_dppo.rl.pruning.minibatch import completion_candidates, prune_minibatch
+from megatron_dppo.rl.pruning.draw import completion_candidates, prune_minibatch
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import (
     SEGMENT,
