@@ -36,7 +36,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_folder, policy_in
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import RowFollower, read_metrics
-from megatron_dppo.plugins.loading import load_function, source_of
+from megatron_dppo.plugins import load_function, source_of
 from megatron_dppo.process.files import replace_text, replacing_file
 from megatron_dppo.process.lock import refuse_if_held
 from megatron_dppo.process.stop import SAVED

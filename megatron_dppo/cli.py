@@ -199,7 +199,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         print(as_yaml(config), end="")
         return 0
     if chosen.command == "launch":
-        from megatron_dppo.launch.nemo_run import launch
+        from megatron_dppo.launch.job import launch
 
         return launch(config, words, executor=chosen.executor, dry_run=chosen.dry_run, detach=chosen.detach)
     if chosen.command == "serve":

@@ -31,8 +31,8 @@ from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.world import World
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.checkpoint import Checkpoints
-from megatron_dppo.trainer.disk import disk_needed
 from megatron_dppo.trainer.learner import Learner
+from megatron_dppo.trainer.preflight import disk_needed
 from megatron_dppo.trainer.writer import STATE
 from tests.bridge.conversions import contents, weights
 from tests.bridge.directories import Sizes, write_qwen3_moe

@@ -13,7 +13,7 @@ from megatron_dppo.estimate.assumptions import GIB, read_assumptions
 from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
 from megatron_dppo.estimate.report import as_text
-from megatron_dppo.trainer.disk import size_text
+from megatron_dppo.trainer.preflight import size_text
 
 
 def plan_with_smaller(

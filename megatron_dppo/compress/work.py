@@ -16,7 +16,6 @@ import torch
 from megatron_dppo.bridge.chunks import Chunk
 from megatron_dppo.bridge.convert import stored_chunks
 from megatron_dppo.bridge.convert_commands import check_out, in_place, naming
-from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, FilePlan, plan_files
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
@@ -32,6 +31,7 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.progress import progress
+from megatron_dppo.trainer.fingerprints import fingerprint
 
 
 @dataclass(frozen=True, slots=True)

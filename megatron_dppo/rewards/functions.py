@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.plugins import load_function
 from megatron_dppo.rewards.adapters import (
     GroupScorer,
     RewardFunction,

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import FAILURES
+from megatron_dppo.plugins import FAILURES
 from megatron_dppo.rl.numbers import as_mask
 from megatron_dppo.rl.sequences import malformed
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan

@@ -44,7 +44,7 @@ from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
-from megatron_dppo.models.optimizer_state import optimizer_parts
+from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
 from megatron_dppo.process.streams import tell

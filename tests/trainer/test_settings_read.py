@@ -16,7 +16,7 @@ from megatron_dppo.config.types import Section
 from megatron_dppo.settings import load_config, settings
 from megatron_dppo.sft import sft
 from megatron_dppo.train import train
-from megatron_dppo.trainer.idle_settings import idle_settings
+from megatron_dppo.trainer.run_logger import idle_settings
 from tests.ranks import RankPool
 from tests.runs import write_run
 
@@ -75,7 +75,7 @@ def engine(path, *, device, dtype, world):
     return LocalEngine(path, device=device, dtype=dtype, max_batch=64, world=world)
 """
 SectionT = TypeVar("SectionT", bound=Section)
-NOT_THE_RUNS = ("trainer/preflight.py", "trainer/resume.py", "trainer/fingerprints.py", "trainer/idle_settings.py")
+NOT_THE_RUNS = ("trainer/preflight.py", "trainer/resume.py", "trainer/fingerprints.py", "trainer/run_logger.py")
 
 
 class Reads:
