@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo import cli
 from megatron_dppo.bridge import chunks
-from megatron_dppo.bridge.checksums import FILE as CHECKSUMS
-from megatron_dppo.bridge.checksums import Block, Checksums
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, Block, Checksums
 from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter, part_of
 from megatron_dppo.bridge.mapping import adapters_of_tensor
 from megatron_dppo.bridge.stored_policy import read_metadata

@@ -11,10 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_dppo.bridge.adapters import draw_adapters
 from megatron_dppo.bridge.export import check_adapter_destination, check_destination, export_adapter, export_hf
 from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
-from megatron_dppo.bridge.load import load_checkpoint, load_policy
+from megatron_dppo.bridge.load import draw_adapters, load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import adapter_stream, weight_stream
 from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.offline import OfflineGroup, load_offline

@@ -33,8 +33,7 @@ from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_dppo.bridge.checkpoint_folder import METADATA, find_checkpoint
-from megatron_dppo.bridge.checksums import FILE
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, find_checkpoint
 from megatron_dppo.bridge.safetensors_files import stored_tensors
 from megatron_dppo.config import Config
 from megatron_dppo.data.examples import Source, sources_of
@@ -202,7 +201,7 @@ def weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str]:
     """
     if checkpoint is not None:
         place = find_checkpoint(checkpoint)
-        index = place / FILE if (place / FILE).is_file() else place / METADATA
+        index = place / CHECKSUMS if (place / CHECKSUMS).is_file() else place / METADATA
         return {index.name: file_digest(index)}
     files = sorted({tensor.file for tensor in stored_tensors(path).values()})
     return {file.name: _sampled(file, *state_of(file)) for file in files}

@@ -19,8 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import sources
 from megatron_dppo.evaluation.evaluate import HeldOutScores, read_answers, record_answers
 from megatron_dppo.observe.console import Console, LengthGate
-from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
-from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
+from megatron_dppo.observe.metrics import MetricsLog, StepLog, print_summary, read_metrics, read_summary, write_summary
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import AsyncScorer

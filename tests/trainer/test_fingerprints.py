@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.api import _with_functions
-from megatron_dppo.bridge.checksums import Checksums
+from megatron_dppo.bridge.checkpoint_folder import Checksums
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import load_config

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, iteration_name
-from megatron_dppo.bridge.checksums import Checksums
+from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, Checksums, iteration_name
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
