@@ -18,8 +18,7 @@ from megatron_dppo.bridge.checkpoint_folder import TRACKER, damaged
 from megatron_dppo.config import Config
 from megatron_dppo.estimate.assumptions import GPUS
 from megatron_dppo.estimate.memory import parameters_of
-from megatron_dppo.evaluation.evaluate import evaluate
-from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
+from megatron_dppo.evaluation.evaluator import Evaluator, evaluate, open_verifiers
 from megatron_dppo.models.layer_specs import choose_sharing
 from megatron_dppo.observe.timers import PhaseTimers, Profiler
 from megatron_dppo.observe.usage import Usage

@@ -5,7 +5,10 @@ At the start it names changed settings that have no effect.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from math import lcm
 from pathlib import Path
@@ -17,11 +20,12 @@ from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.tokenizer import without_chat_marks
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import sources
-from megatron_dppo.evaluation.evaluate import HeldOutScores, read_answers, record_answers
+from megatron_dppo.evaluation.evaluator import HeldOutScores, ShownAnswer
 from megatron_dppo.observe.console import Console, LengthGate
 from megatron_dppo.observe.metrics import MetricsLog, StepLog, print_summary, read_metrics, read_summary, write_summary
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
+from megatron_dppo.process.files import replace_text
 from megatron_dppo.rewards.adapters import AsyncScorer
 from megatron_dppo.rewards.functions import resolve
 from megatron_dppo.rl.census import PruningStats
@@ -270,3 +274,36 @@ def _best_is_never_saved(config: Config) -> bool:
     if not run.keep_best or not 0 < run.checkpoint_every < run.steps or not 0 < every < run.steps:
         return False
     return lcm(run.checkpoint_every, every) >= run.steps
+
+
+def record_answers(run_dir: Path, step: int, evaluation: HeldOutScores) -> None:
+    """Append the shown answers to ``answers.jsonl``, in place of earlier ones of the same or a later step."""
+    file = run_dir / "answers.jsonl"
+    rows = [row for row in read_answers(run_dir) if row["step"] < step]
+    answers = [asdict(shown) for shown in evaluation.shown]
+    rows.append({"step": step, "problems": dict(evaluation.problems), "answers": answers})
+    replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_answers(run_dir: Path) -> list[dict]:
+    """The rows of ``answers.jsonl``, oldest first; none if there is no such file.
+
+    Raises:
+        UserError: naming the file and the line, if one is no such row.
+    """
+    file = run_dir / "answers.jsonl"
+    if not os.path.lexists(file):
+        return []
+    rows = []
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            shown = [ShownAnswer(**answer) for answer in row["answers"]]
+            if not all(isinstance(text, str) for of in shown for text in (of.prompt, of.answer, of.label)):
+                raise TypeError("an answer is no text")
+            rows.append({**row, "step": int(row["step"])})
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problem = f"line {number} holds no answers of a run ({type(error).__name__}: {error})"
+            remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without them"
+            raise UserError("run.dir", file, problem, remedy) from error
+    return rows
