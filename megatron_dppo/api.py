@@ -37,9 +37,8 @@ from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_fol
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import RowFollower, read_metrics
 from megatron_dppo.plugins import load_function, source_of
-from megatron_dppo.process.files import replace_text, replacing_file
-from megatron_dppo.process.lock import refuse_if_held
-from megatron_dppo.process.stop import SAVED
+from megatron_dppo.process.files import refuse_if_held, replace_text, replacing_file
+from megatron_dppo.process.lifetime import SAVED
 from megatron_dppo.rl import plan
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.types import StepMetadata, StepPlan

@@ -43,7 +43,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.files import replace_text
-from megatron_dppo.process.progress import GB, progress
+from megatron_dppo.process.streams import GB, progress
 from megatron_dppo.report.card import TAG, base_of, model_card
 from megatron_dppo.report.run import read_run
 from megatron_dppo.trainer.fingerprints import fingerprint

@@ -43,7 +43,7 @@ from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.progress import moved
+from megatron_dppo.process.streams import moved
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 
 _OF_EXPERTS = (r"local_experts\.", r"linear_fc[12]\.weight", r"linear_fc[12]\.lora\.")

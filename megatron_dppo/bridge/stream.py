@@ -26,7 +26,7 @@ from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.progress import moved
+from megatron_dppo.process.streams import moved
 
 Tensors = dict[str, torch.Tensor]
 

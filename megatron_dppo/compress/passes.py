@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.process.progress import Advance, progress
+from megatron_dppo.process.streams import Advance, progress
 
 T = TypeVar("T")
 Sums = dict[Any, torch.Tensor]

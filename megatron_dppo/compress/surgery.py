@@ -15,7 +15,7 @@ from megatron_dppo.bridge.hf_directory import FilePlan, SafetensorsWriter, copy_
 from megatron_dppo.bridge.mapping import tensor_dimensions
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.progress import Advance
+from megatron_dppo.process.streams import Advance
 
 RECORD = "compress.json"
 """Beside the weights: what was done."""

@@ -30,7 +30,7 @@ from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.process.progress import progress
+from megatron_dppo.process.streams import progress
 from megatron_dppo.trainer.fingerprints import fingerprint
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, listen
-from megatron_dppo.process import stop
+from megatron_dppo.process import lifetime
 from megatron_dppo.process.streams import tell
 
 LOOK_S = 0.05
@@ -57,7 +57,7 @@ def run_ranks(
     processes: list[subprocess.Popen[bytes]] = []
     with (
         _ending_signals() as ignore_them,
-        stop.handed_on(lambda: [process.pid for process in processes]),
+        lifetime.stop_handed_on(lambda: [process.pid for process in processes]),
         listen(LOOPBACK) as place,
     ):
         try:
@@ -94,7 +94,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure, 
         codes = {rank: process.poll() for rank, process in enumerate(processes)}
         if failed := {rank: code for rank, code in codes.items() if code}:
             code = _first_cause(failed, failure, all_lived=before)
-            if code == stop.SAVED:
+            if code == lifetime.SAVED:
                 _wait(processes, GRACE_S)  # the others have saved as well, and are closing what they hold
             return code
         if all(code == 0 for code in codes.values()):

@@ -24,7 +24,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.launch.processes import MARKER, FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
-from megatron_dppo.process import stop
+from megatron_dppo.process import lifetime
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.lifetime import die_with
 from megatron_dppo.process.streams import outlive_readers, quieten, tell
@@ -69,7 +69,7 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
     quieten()
     set_environment(config)
     if job == "train":
-        stop.listen()
+        lifetime.listen_for_stop()
     failure = FirstFailure(marker_for(Path(config.run.dir), os.environ))
     code = 0
     try:
@@ -153,8 +153,8 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
         error = _disk_error(config, error) or error
     if isinstance(error, UserError):
         code, text = 2, error_text(error)
-    elif isinstance(error, stop.StoppedError):
-        code, text = stop.SAVED, str(error)
+    elif isinstance(error, lifetime.StoppedError):
+        code, text = lifetime.SAVED, str(error)
     else:
         hint = ""
         if lost_contact(error):

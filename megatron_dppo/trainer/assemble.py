@@ -27,7 +27,7 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.process.files import FolderLock
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
