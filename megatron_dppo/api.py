@@ -327,7 +327,7 @@ def _with_functions(
     if given:
         check_run_dir(folder)
         check(config, {SETTINGS[what]: text for what, text in texts.items()})
-        refuse_if_held(folder, "run.dir")
+        refuse_if_held(folder)
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
         with replacing_file(folder / f"{what}{PICKLED}") as draft:

@@ -86,7 +86,9 @@ def export(chosen: argparse.Namespace) -> None:
     if chosen.push:
         make_repository(chosen.push)
     flags = ["--overwrite"] if chosen.overwrite else []
-    ours = [CARD] if _is_ours(out / CARD) else []
+    card = out / CARD
+    # Anybody else's is not replaced.
+    ours = [CARD] if card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace") else []
     command = parse_megatron_to_hf([str(checkpoint), str(out), "--dtype", chosen.dtype, *flags])
     if writer is None or adapters is None:
         megatron_to_hf(command, also=ours)
@@ -100,8 +102,8 @@ def export(chosen: argparse.Namespace) -> None:
         step = step_of(checkpoint)
         name = chosen.push.rpartition("/")[2] if chosen.push else found.name
         text = model_card(found, step=step or 0, name=name, adapters=adapters is not None and base is None)
-        replace_text(out / CARD, text)
-        print(f"{out / CARD}: read it before you show it to anybody")
+        replace_text(card, text)
+        print(f"{card}: read it before you show it to anybody")
     if chosen.push:
         _upload(out, chosen.push)
 
@@ -118,11 +120,6 @@ def _base(adapters: Adapters) -> Path:
         problem = "has other weights than the adapters were trained beside"
         raise UserError(setting, base, problem, "Put those back, or leave --merge out")
     return base
-
-
-def _is_ours(card: Path) -> bool:
-    """Whether an earlier export has written it: anybody else's is not replaced."""
-    return card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace")
 
 
 def make_repository(repo: str) -> None:

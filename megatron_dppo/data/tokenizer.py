@@ -67,8 +67,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for malformed files
-        remedy = "Copy the tokenizer files again"
-        raise UserError("model.path", path, f"its tokenizer cannot be read ({_first_line(error)})", remedy) from error
+        problem = f"its tokenizer cannot be read ({next(iter(str(error).splitlines()), type(error).__name__)})"
+        raise UserError("model.path", path, problem, "Copy the tokenizer files again") from error
     check_embedded(tokenizer.get_vocab().values(), folder, "its tokenizer")  # added tokens, of padding and so on, too
     return cast(Tokenizer, tokenizer)
 
@@ -132,10 +132,6 @@ def pad_token_id(tokenizer: Tokenizer) -> int:
         if token is not None:
             return int(token)
     return 0
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 CPU_S = 5

@@ -201,7 +201,9 @@ class FirstFailure:
     def claim(self, code: int, text: str = "") -> tuple[bool, int]:
         """Whether this rank is the first to fail and should print ``text``; and the exit code of the run."""
         try:
-            self._remove_stale()
+            # A marker that is older than this rank would silence it: an earlier run left it.
+            if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:
+                self._marker.unlink(missing_ok=True)
             descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False, self.code() or code
@@ -242,11 +244,6 @@ class FirstFailure:
     def forget(self) -> None:
         """Remove the marker, which a rank alone leaves to nobody."""
         self._marker.unlink(missing_ok=True)
-
-    def _remove_stale(self) -> None:
-        """Remove a marker that is older than this rank: an earlier run left it, and it would silence this one."""
-        if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:
-            self._marker.unlink(missing_ok=True)
 
 
 def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:

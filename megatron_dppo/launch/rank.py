@@ -9,7 +9,6 @@ ends says nothing: the launcher, torchrun or srun names it.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from megatron_dppo.config import Config
@@ -120,10 +120,7 @@ def _exits_reported(failure: FirstFailure) -> Iterator[None]:
 
 
 def _function(job: str | Callable[[Config], None]) -> Callable[[Config], None]:
-    if not isinstance(job, str):
-        return job
-    module, _, name = JOBS.get(job, job).partition(":")
-    function: Callable[[Config], None] = getattr(importlib.import_module(module), name)
+    function: Callable[[Config], None] = resolve_name(JOBS.get(job, job)) if isinstance(job, str) else job
     return function
 
 

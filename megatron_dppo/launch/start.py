@@ -94,7 +94,7 @@ def ranks_to_start(command: Command, config: Config) -> int:
     """
     preflight(config, command)
     if command in TRAINING:
-        refuse_if_held(Path(config.run.dir), "run.dir")
+        refuse_if_held(Path(config.run.dir))
     ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
     resolve_layout(config.layout, ranks)
     return ranks

@@ -207,15 +207,15 @@ class Holder:
         return _started(self.pid) == self.started
 
 
-def refuse_if_held(folder: Path, setting: str) -> None:
-    """For before anything is started: whether a process of this very machine holds the folder. Writes nothing.
+def refuse_if_held(folder: Path) -> None:
+    """For before anything is started: whether a process of this very machine holds ``run.dir``. Writes nothing.
 
     Raises:
         UserError: naming it.
     """
     holder = _read(folder)
     if holder is not None and holder != Holder.this() and holder.lives():
-        raise _taken(folder, setting, holder)
+        raise _taken(folder, "run.dir", holder)
 
 
 class FolderLock:

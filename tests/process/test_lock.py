@@ -52,7 +52,7 @@ def another(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
 def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
     with another(tmp_path) as (process, _):
         before = sorted(tmp_path.iterdir())
-        for take in (lambda: FolderLock(tmp_path, "run.dir"), lambda: refuse_if_held(tmp_path, "run.dir")):
+        for take in (lambda: FolderLock(tmp_path, "run.dir"), lambda: refuse_if_held(tmp_path)):
             with pytest.raises(UserError, match=f"process {process.pid} on .*, since 20") as caught:
                 take()
             assert caught.value.setting == "run.dir"
@@ -60,7 +60,7 @@ def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: Path) ->
     with closing(FolderLock(tmp_path, "run.dir")):  # the other one was killed
         assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()
     assert [file.name for file in tmp_path.iterdir()] == [LOCK]
-    refuse_if_held(tmp_path, "run.dir")
+    refuse_if_held(tmp_path)
 
 
 def test_a_child_that_outlives_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
