@@ -20,8 +20,7 @@ from megatron_dppo.estimate.assumptions import GPUS
 from megatron_dppo.estimate.memory import parameters_of
 from megatron_dppo.evaluation.evaluator import Evaluator, evaluate, open_verifiers
 from megatron_dppo.models.layer_specs import choose_sharing
-from megatron_dppo.observe.timers import PhaseTimers, Profiler
-from megatron_dppo.observe.usage import Usage
+from megatron_dppo.observe.timers import PhaseTimers, Profiler, Usage
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.process import lifetime

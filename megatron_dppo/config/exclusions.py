@@ -19,8 +19,7 @@ from typing import Any, get_args
 import yaml
 
 from megatron_dppo.config import Config
-from megatron_dppo.config.types import Command, Section
-from megatron_dppo.config.yaml_core import Loader
+from megatron_dppo.config.types import Command, Loader, Section
 from megatron_dppo.errors import UserError
 
 TABLE = Path(__file__).with_suffix(".yaml")
