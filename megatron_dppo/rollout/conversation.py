@@ -18,7 +18,7 @@ first come after the prompt. A further one begins with the token ids of its own 
 [summary, next_answer]]``. See ``rl/sequences.py``.
 
 With ``rollout.roles`` the policy speaks in several roles, each with a reward of its own, and every turn of its says in
-which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/advantages.py``.
+which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/objectives.py``.
 """
 
 from __future__ import annotations
