@@ -33,7 +33,7 @@ from megatron_dppo.api import step_metadata
 from megatron_dppo.config import Config
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
-from megatron_dppo.rl.pruning.minibatch import prune_minibatch
+from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.types import Floats, Ints
 
 SHORTEST, LONGEST, MAX_TOKENS = 64, 8192, 16384

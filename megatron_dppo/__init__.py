@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_dppo.rl.prune import prune as prune
+    from megatron_dppo.rl.pruning import prune as prune
 
 __version__ = "0.1.0"
 
@@ -14,6 +14,6 @@ def __getattr__(name: str) -> object:
     """``prune``, at its first use: commands that only read settings do not wait for NumPy."""
     if name != "prune":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megatron_dppo.rl.prune import prune
+    from megatron_dppo.rl.pruning import prune
 
     return prune

@@ -36,10 +36,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS, SCORES, AnswerRow, out_folder, policy_in
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.observe.metrics import RowFollower, read_metrics
-from megatron_dppo.plugins.loading import load_function, source_of
-from megatron_dppo.process.files import replace_text, replacing_file
-from megatron_dppo.process.lock import refuse_if_held
-from megatron_dppo.process.stop import SAVED
+from megatron_dppo.plugins import load_function, source_of
+from megatron_dppo.process.files import refuse_if_held, replace_text, replacing_file
+from megatron_dppo.process.lifetime import SAVED
 from megatron_dppo.rl import plan
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.types import StepMetadata, StepPlan
@@ -328,7 +327,7 @@ def _with_functions(
     if given:
         check_run_dir(folder)
         check(config, {SETTINGS[what]: text for what, text in texts.items()})
-        refuse_if_held(folder, "run.dir")
+        refuse_if_held(folder)
         folder.mkdir(parents=True, exist_ok=True)
     for what, function in given.items():
         with replacing_file(folder / f"{what}{PICKLED}") as draft:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
-import importlib
 import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from typing import NamedTuple
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
@@ -154,7 +154,7 @@ def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     """A command that reads no run's settings; ``words`` are those of the command line."""
     if chosen.command in OF_MODULES:
         given = (chosen, words) if chosen.command == "compress" else (chosen,)
-        return _imported(OF_MODULES[chosen.command].job)(*given) or 0
+        return resolve_name(f"megatron_dppo.{OF_MODULES[chosen.command].job}")(*given) or 0
     if chosen.command == "doctor":
         from megatron_dppo.doctor import doctor
 
@@ -180,7 +180,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
             return plan_search(config, assumed, chosen.search, json_wanted=chosen.json)
         given = {name: getattr(chosen, name) for name in ("keep", "method", "multiple")}
         smaller = {name: value for name, value in given.items() if value is not None}
-        command = _imported("compress.cut:plan_with_smaller") if smaller else plan
+        command = resolve_name("megatron_dppo.compress.cut:plan_with_smaller") if smaller else plan
         return command(config, assumed, json_wanted=chosen.json, **smaller)
     if chosen.command == "eval":
         if chosen.against and chosen.out and not words and not chosen.model:
@@ -199,7 +199,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         print(as_yaml(config), end="")
         return 0
     if chosen.command == "launch":
-        from megatron_dppo.launch.nemo_run import launch
+        from megatron_dppo.launch.job import launch
 
         return launch(config, words, executor=chosen.executor, dry_run=chosen.dry_run, detach=chosen.detach)
     if chosen.command == "serve":
@@ -267,15 +267,9 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
     report.add_argument("--price", type=float, help=what)
     for command, of_module in OF_MODULES.items():
         if command in options_of:
-            _imported(of_module.options)(parsers[command])
+            resolve_name(f"megatron_dppo.{of_module.options}")(parsers[command])
     parsers["doctor"].add_argument("--json", action="store_true", help="print JSON")
     return parser
-
-
-def _imported(function: str) -> Callable[..., Any]:
-    module, _, name = function.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"megatron_dppo.{module}"), name)
-    return found
 
 
 def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:

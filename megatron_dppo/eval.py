@@ -45,7 +45,7 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.process.progress import SAY_EVERY_S, Advance, progress_bar
+from megatron_dppo.process.streams import SAY_EVERY_S, Advance, progress_bar
 from megatron_dppo.rollout.scoring import Failures
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen

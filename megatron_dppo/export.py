@@ -1,23 +1,52 @@
 """``megatron-dppo export``: a run's policy as a Hugging Face directory, with a model card, and on the hub if asked.
 
 Of a run that trained adapters it is these alone, for PEFT, or with ``--merge`` the policy with them merged in.
+As in the other conversions weights go from file to file. No process group and no GPU take part.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
-from megatron_dppo.bridge.convert_adapters import adapters_to_hf, merged_to_hf
-from megatron_dppo.bridge.convert_commands import megatron_to_hf, parse_megatron_to_hf
-from megatron_dppo.bridge.fingerprint import fingerprint
-from megatron_dppo.config import DTYPES, ModelConfig
+from megatron_dppo.bridge.chunks import Chunk, read_rows
+from megatron_dppo.bridge.convert import in_threads, stored_chunks, write_tensors
+from megatron_dppo.bridge.convert_commands import (
+    check_out,
+    checkpoint_and_directory,
+    chosen_dtype,
+    in_place,
+    megatron_to_hf,
+    naming,
+    parse_megatron_to_hf,
+    stored_policy,
+)
+from megatron_dppo.bridge.hf_directory import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILES,
+    MODEL_FILES,
+    SafetensorsWriter,
+    copy_config_and_tokenizer,
+    plan_adapter_file,
+    plan_files,
+    write_adapter_config,
+)
+from megatron_dppo.bridge.mapping import Entry, adapters_of_tensor, entries, parameters
+from megatron_dppo.bridge.safetensors_files import check_weights
+from megatron_dppo.bridge.stored_policy import StoredPolicy
+from megatron_dppo.config import DTYPES, LoraConfig, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
+from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.files import replace_text
+from megatron_dppo.process.streams import GB, progress
 from megatron_dppo.report.card import TAG, base_of, model_card
 from megatron_dppo.report.run import read_run
+from megatron_dppo.trainer.fingerprints import fingerprint
 from megatron_dppo.trainer.writer import Adapters, writer_in
 
 CARD = "README.md"
@@ -57,7 +86,9 @@ def export(chosen: argparse.Namespace) -> None:
     if chosen.push:
         make_repository(chosen.push)
     flags = ["--overwrite"] if chosen.overwrite else []
-    ours = [CARD] if _is_ours(out / CARD) else []
+    card = out / CARD
+    # Anybody else's is not replaced.
+    ours = [CARD] if card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace") else []
     command = parse_megatron_to_hf([str(checkpoint), str(out), "--dtype", chosen.dtype, *flags])
     if writer is None or adapters is None:
         megatron_to_hf(command, also=ours)
@@ -71,8 +102,8 @@ def export(chosen: argparse.Namespace) -> None:
         step = step_of(checkpoint)
         name = chosen.push.rpartition("/")[2] if chosen.push else found.name
         text = model_card(found, step=step or 0, name=name, adapters=adapters is not None and base is None)
-        replace_text(out / CARD, text)
-        print(f"{out / CARD}: read it before you show it to anybody")
+        replace_text(card, text)
+        print(f"{card}: read it before you show it to anybody")
     if chosen.push:
         _upload(out, chosen.push)
 
@@ -89,11 +120,6 @@ def _base(adapters: Adapters) -> Path:
         problem = "has other weights than the adapters were trained beside"
         raise UserError(setting, base, problem, "Put those back, or leave --merge out")
     return base
-
-
-def _is_ours(card: Path) -> bool:
-    """Whether an earlier export has written it: anybody else's is not replaced."""
-    return card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace")
 
 
 def make_repository(repo: str) -> None:
@@ -125,3 +151,104 @@ def _refused(repo: str, error: Exception, otherwise: str) -> UserError:
     problem = f"the hub does not take it ({type(error).__name__}: {said:.200})"
     remedy = f"log in with `hf auth login`, look at HF_HUB_OFFLINE and the network, or {otherwise}"
     return UserError("--push", repo, problem, remedy)
+
+
+Base = Callable[[Entry], Mapping[str, Sequence[Chunk]]]
+"""The Hugging Face tensors of a parameter of the policy without adapters, by name."""
+
+
+def adapters_to_hf(chosen: argparse.Namespace, lora: LoraConfig, *, base: str, also: Sequence[str] = ()) -> None:
+    """Write the adapters for ``PeftModel.from_pretrained``, and for servers that load PEFT's directories.
+
+    Args:
+        chosen: the options of ``megatron_to_hf``.
+        lora: of the run.
+        base: the policy that they were trained beside, as PEFT is to find it.
+        also: names of further files that ``--overwrite`` may replace.
+
+    Raises:
+        UserError: for a checkpoint that is not whole, or a destination that cannot be written; ``OUT`` is as it was.
+    """
+    checkpoint, hf, shape = checkpoint_and_directory(chosen)
+    adapters = stored_policy(checkpoint, shape, lora)
+    plan = plan_adapter_file(shape, lora, chosen_dtype(chosen, adapters.dtype))
+    what = "directory of adapters"
+    check_out(chosen, plan.total_bytes, [checkpoint, hf], ADAPTER_CONFIG, what, (*ADAPTER_FILES, *also))
+    with in_place(chosen.out) as draft, progress("to PEFT", plan.total_bytes, unit="bytes") as advance:
+        write_adapter_config(draft, base=base, lora=lora)
+        write_tensors(adapters, plan, draft, workers=chosen.workers, advance=advance)
+    print(
+        f"{chosen.out}: adapters of rank {lora.rank}, {parameters(shape, lora) / 1e6:,.2f} million weights, of {base}"
+    )
+
+
+def merged_to_hf(
+    chosen: argparse.Namespace,
+    lora: LoraConfig,
+    *,
+    base: Path,
+    base_is_checkpoint: bool,
+    dtype: torch.dtype,
+    also: Sequence[str] = (),
+) -> None:
+    """Write W + alpha/rank · B A in the place of every matrix that has adapters, and all other weights as they are.
+
+    The sum is taken in fp32 and rounded once to the run's type, as the run's own export and its servers have it. Each
+    worker holds a matrix whole.
+
+    Args:
+        chosen, lora, also: see :func:`adapters_to_hf`.
+        base: the policy that they were trained beside: a Hugging Face directory, or a Megatron checkpoint.
+        base_is_checkpoint: which of the two.
+        dtype: of the run's weights.
+
+    Raises:
+        UserError: as ``adapters_to_hf``; also for a policy that is not whole.
+    """
+    checkpoint, hf, shape = checkpoint_and_directory(chosen)
+    adapters = stored_policy(checkpoint, shape, lora)
+    tensors = _base_tensors(base, shape, is_checkpoint=base_is_checkpoint)
+    plan = plan_files(shape, chosen_dtype(chosen, dtype), int(chosen.shard_gb * GB))
+    check_out(chosen, plan.total_bytes, [checkpoint, hf, base], "config.json", "model directory", (*MODEL_FILES, *also))
+    of_name = {name: entry for entry in adapters.parameters for name in entry.tensors}
+
+    def adapter(name: str) -> torch.Tensor | None:
+        if (entry := of_name.get(name)) is None:
+            return None
+        return _read(entry.tensors[name], adapters.tensors(entry)[name], torch.float32)
+
+    with (
+        in_place(chosen.out) as draft,
+        SafetensorsWriter.open(plan, draft) as writer,
+        progress("to Hugging Face", plan.total_bytes, unit="bytes") as advance,
+    ):
+        copy_config_and_tokenizer(hf, draft, plan.dtype)
+
+        def merge(entry: Entry) -> None:
+            chunks = tensors(entry)
+            for name, size in entry.tensors.items():
+                weight = _read(size, chunks[name], dtype)
+                a, b = map(adapter, adapters_of_tensor(name))
+                if a is not None and b is not None:
+                    weight = torch.addmm(weight.float(), b, a, alpha=lora.alpha / lora.rank).to(dtype)
+                writer.write(name, weight)
+                advance(plan.bytes_of(name))
+
+        in_threads(merge, entries(shape), chosen.workers)
+    print(f"{chosen.out}: {parameters(shape) / 1e6:,.2f} million weights, with the adapters merged")
+
+
+def _base_tensors(folder: Path, shape: PolicyShape, *, is_checkpoint: bool) -> Base:
+    if is_checkpoint:
+        return StoredPolicy(find_checkpoint(folder, "model.checkpoint"), shape, "model.checkpoint").tensors
+    with naming("model.path"):
+        stored = stored_chunks(check_weights(folder, shape))
+    return lambda entry: {name: [stored[name]] for name in entry.tensors}
+
+
+def _read(shape: tuple[int, ...], chunks: Sequence[Chunk], dtype: torch.dtype) -> torch.Tensor:
+    """A whole tensor, cast to ``dtype``."""
+    data = bytearray()
+    for rows in read_rows(shape, chunks, dtype):  # in a buffer that the next ones are written into
+        data += rows
+    return torch.frombuffer(data, dtype=dtype).view(shape)

@@ -21,8 +21,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
-from megatron_dppo.config.types import Section
-from megatron_dppo.config.yaml_core import Dumper, Loader
+from megatron_dppo.config.types import Dumper, Loader, Section
 from megatron_dppo.errors import MistakesError, UserError
 
 

@@ -18,7 +18,7 @@ from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.process.progress import progress_bar
+from megatron_dppo.process.streams import progress_bar
 from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.packing import packs_wanted
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, lock_run

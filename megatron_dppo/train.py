@@ -18,14 +18,12 @@ from megatron_dppo.bridge.checkpoint_folder import TRACKER, damaged
 from megatron_dppo.config import Config
 from megatron_dppo.estimate.assumptions import GPUS
 from megatron_dppo.estimate.memory import parameters_of
-from megatron_dppo.evaluation.evaluate import evaluate
-from megatron_dppo.evaluation.evaluator import Evaluator, open_verifiers
+from megatron_dppo.evaluation.evaluator import Evaluator, evaluate, open_verifiers
 from megatron_dppo.models.layer_specs import choose_sharing
-from megatron_dppo.observe.timers import PhaseTimers, Profiler
-from megatron_dppo.observe.usage import Usage
+from megatron_dppo.observe.timers import PhaseTimers, Profiler, Usage
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.process import stop
+from megatron_dppo.process import lifetime
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned
@@ -126,7 +124,7 @@ class Trainer:
                 self.evaluate()
             self.world.from_leader(self.check_lock)
             self.logger.write(self.step)
-            asked, written = zip(*self.world.gather((stop.asked(), self.checkpoints.written())), strict=True)
+            asked, written = zip(*self.world.gather((lifetime.stop_asked(), self.checkpoints.written())), strict=True)
             if all(written):
                 self.checkpoints.finish()
             stopping = self.step < last and (any(asked) or self.guard.hopeless)
@@ -134,7 +132,7 @@ class Trainer:
                 self.save()
             if stopping:
                 self.checkpoints.finish()
-                raise self.guard.error() if self.guard.hopeless else stop.StoppedError(self.step)
+                raise self.guard.error() if self.guard.hopeless else lifetime.StoppedError(self.step)
         self.checkpoints.finish()
         if self.config.run.export:
             self.policy.export_run()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 
 
 def write_policy(

@@ -21,7 +21,7 @@ from megatron_dppo.config import (
     RunConfig,
     SyncConfig,
 )
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.train import Trainer

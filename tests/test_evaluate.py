@@ -10,15 +10,15 @@ import pytest
 
 from megatron_dppo.config import Config, EvalConfig, replace
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluate import HeldOutScores, ShownAnswer, evaluate, read_answers, record_answers
-from megatron_dppo.evaluation.evaluator import EvalProblem, Evaluator
+from megatron_dppo.evaluation.evaluator import EvalProblem, Evaluator, HeldOutScores, ShownAnswer, evaluate
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts, load_pools
+from megatron_dppo.trainer.run_logger import read_answers, record_answers
 from tests.rollout.scripted import (
     FAILING,
     LIMIT_S,

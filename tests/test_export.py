@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.bridge.hf_directory import adapter_config
 from megatron_dppo.cli import main
-from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.config.run import LoraConfig
 from megatron_dppo.report.card import model_card
 from megatron_dppo.report.run import read_run
 from megatron_dppo.settings import as_yaml, load_config

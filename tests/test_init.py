@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.bridge.mapping import parameters
-from megatron_dppo.data.vocabulary import SUM_CHARACTERS
 from megatron_dppo.errors import UserError
-from megatron_dppo.init import add_init_arguments, init_from_arguments, write_model
+from megatron_dppo.init import SUM_CHARACTERS, add_init_arguments, init_from_arguments, write_model
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.process import files
 

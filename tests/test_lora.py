@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo import cli
 from megatron_dppo.bridge import chunks
-from megatron_dppo.bridge.checksums import FILE as CHECKSUMS
-from megatron_dppo.bridge.checksums import Block, Checksums
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, Block, Checksums
 from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter, part_of
 from megatron_dppo.bridge.mapping import adapters_of_tensor
 from megatron_dppo.bridge.stored_policy import read_metadata
@@ -31,8 +30,8 @@ from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.world import World
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.checkpoint import Checkpoints
-from megatron_dppo.trainer.disk import disk_needed
 from megatron_dppo.trainer.learner import Learner
+from megatron_dppo.trainer.preflight import disk_needed
 from megatron_dppo.trainer.writer import STATE
 from tests.bridge.conversions import contents, weights
 from tests.bridge.directories import Sizes, write_qwen3_moe

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.word_problems import FAMILIES, POOL, Prepared, Scratchpad, WordProblem, word_problems
-from megatron_dppo.data.vocabulary import train_bpe
-from megatron_dppo.init import write_model
+from megatron_dppo.init import train_bpe, write_model
 from tests.commands import Command, fork_commands
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,7 +28,7 @@ from megatron_dppo.bridge.torch_dist import CheckpointPlan, write_metadata, writ
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.progress import Advance
+from megatron_dppo.process.streams import Advance
 
 T = TypeVar("T")
 

@@ -43,8 +43,7 @@ from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import check_replaceable, replacing_directory
-from megatron_dppo.process.progress import GB, progress
-from megatron_dppo.process.streams import quieten, tell
+from megatron_dppo.process.streams import GB, progress, quieten, tell
 
 
 def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespace) -> int:

@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron_dppo.bridge.checkpoint_folder import METADATA, damaged, refusing_damage
-from megatron_dppo.bridge.checksums import Checksums, DamagedError
+from megatron_dppo.bridge.checkpoint_folder import METADATA, Checksums, DamagedError, damaged, refusing_damage
 from megatron_dppo.bridge.chunks import Chunk, tensor_chunks
 from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, adapter_entries, entries
 from megatron_dppo.bridge.safetensors_files import nearest_name

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dppo.bridge.adapters import MergedParameters
-from megatron_dppo.bridge.load import bind, bind_adapters, slices_of
+from megatron_dppo.bridge.load import MergedParameters, bind, bind_adapters, slices_of
 from megatron_dppo.bridge.mapping import Entry, adapter_entries, entries
 from megatron_dppo.config import LayoutConfig, LoraConfig
 from megatron_dppo.models.family import Split
@@ -27,7 +26,7 @@ from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import stage_layers
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.progress import moved
+from megatron_dppo.process.streams import moved
 
 Tensors = dict[str, torch.Tensor]
 

@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA
-from megatron_dppo.bridge.checksums import Block, Checksums
+from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA, Block, Checksums
 from megatron_dppo.bridge.chunks import write_at
 from megatron_dppo.bridge.mapping import Entry, entries
 from megatron_dppo.models.shape import PolicyShape

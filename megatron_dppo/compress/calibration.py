@@ -32,7 +32,7 @@ from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.answers import ANSWERS
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.process.progress import Advance, progress
+from megatron_dppo.process.streams import Advance, progress
 
 BATCH_TOKENS = 4096
 """Most tokens of a forward pass, padding included, unless one sequence alone is longer."""

@@ -15,7 +15,7 @@ from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.trainer.disk import size_text
+from megatron_dppo.trainer.preflight import size_text
 
 MULTIPLES = {"2ssp": 128, "width": 128, "depth": 1, "heads": 1, "experts": 8, "hidden": 128, "minitron": 128}
 """By method: the number of parts left is a multiple of this, unless another is asked for. 128 units or channels suit

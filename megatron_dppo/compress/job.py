@@ -19,7 +19,6 @@ import torch
 from megatron_dppo.bridge.chunks import Chunk, read_rows
 from megatron_dppo.bridge.convert import in_threads, stored_chunks
 from megatron_dppo.bridge.convert_commands import check_out, in_place, naming
-from megatron_dppo.bridge.fingerprint import fingerprint
 from megatron_dppo.bridge.hf_directory import (
     MODEL_FILES,
     FilePlan,
@@ -46,7 +45,8 @@ from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.process.progress import Advance, progress
+from megatron_dppo.process.streams import Advance, progress
+from megatron_dppo.trainer.fingerprints import fingerprint
 
 
 @dataclass(frozen=True, slots=True)

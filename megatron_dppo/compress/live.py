@@ -27,8 +27,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Policy
 from megatron_dppo.models.context import held_positions
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.rounding import without_rounding
 from megatron_dppo.rl.types import Pack
 from megatron_dppo.trainer.assemble import PolicyParts
 

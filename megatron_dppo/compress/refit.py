@@ -27,7 +27,7 @@ from megatron_dppo.compress.calibration import Batch, count_sequences
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.reader import Whole
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.progress import Advance
+from megatron_dppo.process.streams import Advance
 
 RIDGE = 1e-3
 """Its loss is within 1% of the best of 1e-4, 1e-3, 1e-2 and 1e-1 on ten thousand tokens for 256 units, and within 5% on

@@ -49,8 +49,7 @@ from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.evaluation.answers import SCORES as SCORES_FILE
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.process.files import replacing_file
-from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.process.files import FolderLock, replacing_file
 from megatron_dppo.process.streams import quieten
 from megatron_dppo.report.tables import frontier_table
 from megatron_dppo.settings import load_config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from megatron_dppo.config.data import ArithmeticConfig, DataConfig, ReasoningGymConfig, RewardConfig, VerifiersConfig
 from megatron_dppo.config.loss import (
     CompletionPruningConfig,
     DistillationConfig,
@@ -14,23 +13,32 @@ from megatron_dppo.config.loss import (
     PruningConfig,
     ScheduleConfig,
 )
-from megatron_dppo.config.model import (
+from megatron_dppo.config.rollout import (
+    ArithmeticConfig,
+    BranchConfig,
+    DataConfig,
+    LaunchConfig,
+    ReasoningGymConfig,
+    RewardConfig,
+    RolloutConfig,
+    SyncConfig,
+    TreeConfig,
+    VerifiersConfig,
+)
+from megatron_dppo.config.run import (
     DTYPES,
     HEAD_CHUNK_MIB,
     WEIGHT_BYTES,
+    ClusterConfig,
+    EvalConfig,
     LayoutConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    ProbeConfig,
+    RunConfig,
+    SftConfig,
 )
-from megatron_dppo.config.rollout import (
-    BranchConfig,
-    LaunchConfig,
-    RolloutConfig,
-    SyncConfig,
-    TreeConfig,
-)
-from megatron_dppo.config.run import ClusterConfig, EvalConfig, ProbeConfig, RunConfig, SftConfig
 from megatron_dppo.config.types import Section, replace
 
 

@@ -1,10 +1,13 @@
-"""Exclusions between settings. Each command checks its configuration against ``exclusions.yaml`` before ranks start.
+"""Exclusions between settings, and numbers that are too large.
+
+Each command checks its configuration against ``exclusions.yaml`` before ranks start.
 
 ``tools/site/settings_page.py`` prints the table in docs/settings.md.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,8 +19,7 @@ from typing import Any, get_args
 import yaml
 
 from megatron_dppo.config import Config
-from megatron_dppo.config.types import Command, Section
-from megatron_dppo.config.yaml_core import Loader
+from megatron_dppo.config.types import Command, Loader, Section
 from megatron_dppo.errors import UserError
 
 TABLE = Path(__file__).with_suffix(".yaml")
@@ -148,3 +150,21 @@ def text_of(value: object) -> str:
     if isinstance(value, Section):
         return "{" + ", ".join(f"{name}: {text_of(each)}" for name, each in value) + "}"
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+MOST_SECONDS, MOST_FLOAT, MOST_WHOLE = 1e9, 1e30, 2**63 - 1
+
+
+def check_numbers(config: Config) -> None:
+    """Check that clocks, generators and 32-bit arithmetic can hold every number.
+
+    Raises:
+        UserError: naming the first setting whose number is too large. An infinity that is no time is a limit left out.
+    """
+    for key, value in config.leaves():
+        if not isinstance(value, int | float) or (value == math.inf and not key.endswith("_s")):
+            continue
+        most = MOST_SECONDS if key.endswith("_s") else MOST_FLOAT if isinstance(value, float) else MOST_WHOLE
+        if value > most:
+            problem = "is more than can be computed with"
+            raise UserError(key, f"{value!s:.40}", problem, f"Set it to {most:g} or less")

@@ -1,13 +1,19 @@
-"""The run itself: where it goes, how long it is, what it evaluates, which machines it has."""
+"""The run: its folder, length, evaluations and machines; its policy, how ranks share that, and the optimizer."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import field_validator
 
 from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Seconds, Section, each_once
+from megatron_dppo.hub import policy_folder
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RunConfig(Section):
@@ -139,3 +145,161 @@ class ClusterConfig(Section):
     """Image that the job's steps run in (Pyxis); null: the environment that submits it."""
     mounts: tuple[str, ...] = ()
     """Folders that the container sees, each as ``/from:/to``."""
+
+
+HEAD_CHUNK_MIB = {"cpu": 64, "cuda": 1024}
+"""Default of ``model.head_chunk_mib`` by type of device. Each chunk reads the output layer and its gradient again,
+which takes little of a CPU's time, and much of a GPU's."""
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of a weight, by ``model.dtype``."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Types of weights, as torch, config.json and servers name them."""
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""A matrix of a layer, by its Hugging Face name. In a mixture, the last three are those of every expert."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685) beside frozen weights. Only they are trained, and checkpoints hold
+    nothing else."""
+
+    rank: Count = 0
+    """Rank of the adapters; 0: none, and all weights are trained."""
+    alpha: AboveZero = 32.0
+    """The adapters' outputs are multiplied by alpha/rank."""
+    targets: tuple[Projection, ...] = get_args(Projection)
+    """Matrices that get an adapter, each its own, by their Hugging Face names: those of all layers, and of all
+    experts."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    _once = field_validator("targets")(each_once)
+
+
+class ModelConfig(Section):
+    path: str = ""
+    """Hugging Face directory of the initial policy: config.json, safetensors, tokenizer files; or the id of one on the
+    hub (``Qwen/Qwen3-0.6B``), which is fetched into the hub's own cache unless it is there; or the folder of a run, for
+    the policy that it has trained."""
+    checkpoint: str | None = None
+    """Megatron checkpoint folder (of a run, or from tools/convert_ckpt/hf_to_megatron.py) whose weights take the place
+    of those in model.path, where config.json and the tokenizer then suffice."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights in the forward pass; master weights and gradients are fp32."""
+    spec: Literal["auto", "torch", "te"] = "auto"
+    """Layers: ``torch`` runs anywhere, ``te`` is Transformer Engine; ``auto``: te for bf16 where CUDA and it are
+    present."""
+    deterministic: bool = False
+    """Keep Transformer Engine's layers to kernels that repeat bit by bit, which are slower. Without it a resumed run on
+    a GPU goes on as well as before, but not with the very same bits."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: ``selective`` runs the feed-forward part of each layer again (its experts, where it has
+    them), ``full`` keeps only the input of each layer."""
+    head_chunk_mib: Positive | None = None
+    """MiB of logits, with their gradient, that the policy head holds at a time; null: 1024 on a GPU, else 64. A GPU
+    makes all logits twice, in the forward and the backward pass, but once where those of a pack fit: 6 bytes for each
+    token of a response and each token of the vocabulary, divided by layout.tp."""
+    reference_on_host: bool = False
+    """Keep the frozen reference (with loss.kl_coef) in the host's memory while it is not needed; its weights then cross
+    to the GPU once a step."""
+    lora: LoraConfig = LoraConfig()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        found: torch.dtype = getattr(torch, DTYPES[self.dtype])
+        return found
+
+    @property
+    def folder(self) -> Path:
+        """The directory that ``path`` names; fetched where it has to be, without weights if ``checkpoint`` has them.
+
+        Raises:
+            UserError: as ``hub.policy_folder``.
+        """
+        return policy_folder(self.path, weights=self.checkpoint is None)
+
+
+class LayoutConfig(Section):
+    tp: Positive = 1
+    """Tensor-parallel ranks."""
+    pp: Positive = 1
+    """Pipeline stages."""
+    cp: Positive = 1
+    """Context-parallel ranks, which share the tokens of every sequence: for sequences that one GPU has no room for."""
+    ep: Positive = 1
+    """Expert-parallel ranks: each has its part of every layer's experts. They are taken from tp, cp and dp together."""
+    etp: Positive | None = None
+    """Tensor-parallel ranks of one expert; null: as many as tp."""
+    vpp: Positive = 1
+    """Virtual pipeline stages on each rank, interleaved: a smaller bubble for more messages."""
+    first_stage_layers: Positive | None = None
+    """Layers of the first pipeline stage, where it has fewer or more than the others; null: as many as they."""
+    last_stage_layers: Positive | None = None
+    """Layers of the last pipeline stage; null: as many as the others."""
+    dp: Positive | None = None
+    """Data-parallel replicas; null: as many as the ranks (torchrun, srun) or this machine's GPUs give, else 1."""
+    sequence_parallel: bool = False
+    """Shard norms and their activations along the sequence over the tensor-parallel ranks."""
+    timeout_s: AboveZero = 600.0
+    """How long the ranks' collectives wait for the slowest rank while they train, synchronise weights and write
+    checkpoints. What waits for rollouts has a limit of its own, rollout.timeout_s."""
+
+    @property
+    def expert_tp(self) -> int:
+        return self.etp or self.tp
+
+    @property
+    def least_ranks(self) -> int:
+        """Ranks that the layout needs at least, if ``dp`` is open: any number of them is a multiple of this."""
+        return self.pp * math.lcm(self.tp * self.cp, self.expert_tp * self.ep)
+
+    @property
+    def least_packs(self) -> int:
+        """Packs that a replica has at least: interleaved stages cannot work on fewer than there are stages."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """Tokens that each sequence of a pack is padded to a multiple of: two chunks for each context-parallel rank."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def pack_multiple(self) -> int:
+        """Tokens that a pack is a multiple of: whole sequences, and as many tokens for each rank that the sequence
+        dimension is cut for."""
+        return math.lcm(self.row_multiple, self.cp * (self.tp if self.sequence_parallel else 1))
+
+
+class OptimizerConfig(Section):
+    lr: AboveZero = 1e-6
+    """Learning rate after warm-up."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or half a cosine down to min_lr at the last step."""
+    min_lr: NonNegative = 0.0
+    """Where a cosine ends."""
+    warmup_steps: Count = 0
+    """Optimizer steps over which the learning rate rises linearly from lr/warmup_steps."""
+    clip_grad: NonNegative = 1.0
+    """Limit of the gradient's global norm; 0: none."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's, times the learning rate, of matrices; norms and biases have none."""
+    beta1: Annotated[float, Ge(0.0), Lt(1.0)] = 0.9
+    """Adam's decay of the mean of gradients."""
+    beta2: Annotated[float, Ge(0.0), Lt(1.0)] = 0.95
+    """Adam's decay of the mean of their squares."""
+    eps: AboveZero = 1e-8
+    """Adam's, added to the root of that mean."""
+    distributed: bool = True
+    """Shard the optimizer's state over the data-parallel and context-parallel ranks."""
+    overlap: bool = False
+    """Sum gradients over these ranks while the backward pass goes on, bucket by bucket."""
+    offload: bool = False
+    """Keep the optimizer's state (12 bytes per parameter, over the ranks that share it) in the host's memory, but for
+    the optimizer step itself. Needs optimizer.distributed."""
+    checkpoint_format: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
+    """How a distributed optimizer's state is written: ``fully_reshardable`` resumes in any layout; ``dp_reshardable``
+    gathers nothing and is faster, and resumes at the same layout.tp and pp only."""

@@ -26,8 +26,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import PromptPool, offline_prompts
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer
-from megatron_dppo.rl.given import as_logprobs, as_mask, as_number, as_truth
-from megatron_dppo.rl.rounding import is_right
+from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth, is_right
 from megatron_dppo.rl.types import Bools, Completion, Ints, Score, VersionSpan
 
 OFFLINE = -1

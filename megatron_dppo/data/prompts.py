@@ -177,7 +177,7 @@ def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> l
     return [_prompt(number, each) for number, each in enumerate(rendered(examples, data, tokenizer))]
 
 
-def load_worked_answers(data: DataConfig, tokenizer: Tokenizer, *, split: Split = "train") -> Pool[WorkedAnswer]:
+def load_worked_answers(data: DataConfig, tokenizer: Tokenizer) -> Pool[WorkedAnswer]:
     """Prompts with the answers of ``data.response_key`` (or the label's column), closed by the end-of-turn token.
 
     Raises:
@@ -188,11 +188,11 @@ def load_worked_answers(data: DataConfig, tokenizer: Tokenizer, *, split: Split 
         if are_stored(source):
             stored = _stored(source, data, Path(tokenizer.name_or_path), lambda: tokenizer, responses=True)
             return SourcePool(_StoredAnswers(stored), source.weight, stored.dropped, stored.longest)
-        kept, dropped = _read(source, data, tokenizer, split, responses=True)
+        kept, dropped = _read(source, data, tokenizer, "train", responses=True)
         answers = [WorkedAnswer(np.array(r.token_ids, np.int32), np.array(r.response_ids, np.int32)) for r in kept]
         return SourcePool(answers, source.weight, dropped, max(r.length for r in kept))
 
-    return Pool([load(source) for source in sources_of(data, split)])
+    return Pool([load(source) for source in sources_of(data, "train")])
 
 
 def are_stored(source: Source) -> bool:

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from megatron_dppo.data.rows import Row, read_batches, row_of_line, row_of_record
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import file_digest
-from megatron_dppo.process.progress import progress
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import progress, tell
 
 LARGE = 16 * 2**20
 """Bytes of a file from which on its rows are stored. Smaller ones are read into memory, in seconds."""

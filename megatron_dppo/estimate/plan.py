@@ -24,8 +24,7 @@ from megatron_dppo.estimate.search import Change, Closest, Proposal, remedies, s
 from megatron_dppo.estimate.time import SHARES, LeverRow, StepTime, lever_table, measured_price, pruning_of, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.trainer.disk import Disk, disk_needed
-from megatron_dppo.trainer.preflight import check_config
+from megatron_dppo.trainer.preflight import Disk, check_config, disk_needed
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from megatron_dppo.estimate.search import MOST_AT_ONCE, MOST_NODES, SPARE, nodes
 from megatron_dppo.estimate.time import Gain, LeverRow
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
-from megatron_dppo.trainer.disk import size_text
+from megatron_dppo.trainer.preflight import size_text
 
 COUNTED = {
     "completions rolled out": "completions",

@@ -23,8 +23,7 @@ from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import is_id
-from megatron_dppo.process.files import replace_text, replacing_directory, replacing_file
-from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.process.files import FolderLock, replace_text, replacing_directory, replacing_file
 
 ANSWERS, SETTINGS, SCORES = "answers.jsonl", "evaluation.json", "scores.json"
 PROBLEMS = "problems"

@@ -1,6 +1,7 @@
 """Held-out problems: read as the policy is asked them, answered by an engine, scored, and put to the vote.
 
-A training run's evaluations and ``megatron-dppo eval`` do the same here. Every rank asks and scores its own share.
+A training run's evaluations, ``evaluate``, and ``megatron-dppo eval`` do the same here. Every rank asks and scores its
+own share.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
 import numpy as np
 
-from megatron_dppo.config import Config, replace
+from megatron_dppo.config import Config, EvalConfig, replace
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import SETTING, HeldOut, rows_of, sources
+from megatron_dppo.evaluation.scores import mean, pass_at, per_problem_mean, powers_up_to
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.functions import check_labels
@@ -296,3 +298,83 @@ def _answer(completion: Completion, text: str, score: Score | None, prompt: str,
     if extracted is None:
         extracted = said_answer(said)
     return Answer(text, extracted, score, len(completion.token_ids), completion.finish_reason)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownAnswer:
+    """One answer for people to read."""
+
+    prompt: str
+    answer: str
+    label: str
+    correct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutScores:
+    """The scores of the answers to the held-out problems."""
+
+    metrics: dict[str, float]
+    """``eval/…``; of several files each one's accuracy under its name, and ``eval/accuracy`` is their mean."""
+    shown: tuple[ShownAnswer, ...]
+    notes: tuple[str, ...]
+    """Notes for the log on how scoring failed."""
+    problems: Mapping[str, int] = field(default_factory=dict)
+    """How many were asked, by name. The interval of an accuracy depends on it."""
+
+
+def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: EvalConfig) -> HeldOutScores:
+    """Answer every problem. Collective. Rates are over the answers that could be scored.
+
+    Args:
+        evaluator: of the run.
+        problems: held out, those of one file after those of another.
+        config: says how often each is answered, and how many answers are returned for people to read.
+
+    Raises:
+        UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
+    """
+    of_all = config.samples * len(problems)
+    found = evaluator.answer(problems, keep=config.show, of_all=of_all)
+    evaluator.check_failures([found.failures], of_all)
+    answers = [answer for group in found.answers for answer in group]
+    rewards = [answer.score.reward for answer in answers if answer.score]
+    metrics = {
+        "eval/unscored": float(len(answers) - len(rewards)),
+        "eval/response_len/mean": sum(answer.tokens for answer in answers) / max(len(answers), 1),
+    }
+    accuracies = []
+    indices = by_name(problems)
+    for name, mine in indices.items():
+        figures = _figures(name, [found.answers[i] for i in mine], found.votes[mine])
+        if name:
+            metrics |= {f"eval/{key}": value for key, value in figures.items()}
+        else:
+            metrics |= {f"eval/accuracy{key}": value for key, value in figures.items() if key.startswith("-")}
+        accuracies += [figures[name]] if name in figures else []
+    if accuracies:  # of nothing there is no accuracy, not even 0
+        metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
+        metrics["eval/reward"] = sum(rewards) / len(rewards)
+    shown = [
+        ShownAnswer(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
+        for problem, group in zip(problems[: config.show], found.answers, strict=False)
+    ]
+    counts = {name: len(of) for name, of in indices.items()}
+    return HeldOutScores(metrics, tuple(shown), found.failures.tracebacks, counts)
+
+
+def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> dict[str, float]:
+    """The metrics of one file under slime's names; without those that have no value."""
+    correct = np.array([[_is_right(answer) for answer in group] for group in groups], np.float64)
+    samples = correct.shape[1]
+    truncated = [answer.finish_reason == "length" for group in groups for answer in group]
+    figures = {name: mean(per_problem_mean(correct)), f"{name}/truncated_ratio": sum(truncated) / len(truncated)}
+    if samples > 1:
+        figures |= {f"{name}-pass@{k}": mean(pass_at(correct, k)) for k in powers_up_to(samples) if k > 1}
+        figures[f"{name}-maj@{samples}"] = mean(votes)
+    return {key: value for key, value in figures.items() if value == value}
+
+
+def _is_right(answer: Answer) -> float:
+    """1 or 0, and not a number where scoring failed."""
+    return float("nan") if answer.score is None else float(answer.score.correct)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, listen
-from megatron_dppo.process import stop
+from megatron_dppo.process import lifetime
 from megatron_dppo.process.streams import tell
 
 LOOK_S = 0.05
@@ -57,7 +57,7 @@ def run_ranks(
     processes: list[subprocess.Popen[bytes]] = []
     with (
         _ending_signals() as ignore_them,
-        stop.handed_on(lambda: [process.pid for process in processes]),
+        lifetime.stop_handed_on(lambda: [process.pid for process in processes]),
         listen(LOOPBACK) as place,
     ):
         try:
@@ -94,7 +94,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure, 
         codes = {rank: process.poll() for rank, process in enumerate(processes)}
         if failed := {rank: code for rank, code in codes.items() if code}:
             code = _first_cause(failed, failure, all_lived=before)
-            if code == stop.SAVED:
+            if code == lifetime.SAVED:
                 _wait(processes, GRACE_S)  # the others have saved as well, and are closing what they hold
             return code
         if all(code == 0 for code in codes.values()):
@@ -201,7 +201,9 @@ class FirstFailure:
     def claim(self, code: int, text: str = "") -> tuple[bool, int]:
         """Whether this rank is the first to fail and should print ``text``; and the exit code of the run."""
         try:
-            self._remove_stale()
+            # A marker that is older than this rank would silence it: an earlier run left it.
+            if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:
+                self._marker.unlink(missing_ok=True)
             descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False, self.code() or code
@@ -242,11 +244,6 @@ class FirstFailure:
     def forget(self) -> None:
         """Remove the marker, which a rank alone leaves to nobody."""
         self._marker.unlink(missing_ok=True)
-
-    def _remove_stale(self) -> None:
-        """Remove a marker that is older than this rank: an earlier run left it, and it would silence this one."""
-        if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:
-            self._marker.unlink(missing_ok=True)
 
 
 def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:

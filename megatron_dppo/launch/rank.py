@@ -9,7 +9,6 @@ ends says nothing: the launcher, torchrun or srun names it.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import re
 import signal
@@ -18,13 +17,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
 from megatron_dppo.launch.processes import MARKER, FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
-from megatron_dppo.process import stop
+from megatron_dppo.process import lifetime
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.lifetime import die_with
 from megatron_dppo.process.streams import outlive_readers, quieten, tell
@@ -69,7 +69,7 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
     quieten()
     set_environment(config)
     if job == "train":
-        stop.listen()
+        lifetime.listen_for_stop()
     failure = FirstFailure(marker_for(Path(config.run.dir), os.environ))
     code = 0
     try:
@@ -120,10 +120,7 @@ def _exits_reported(failure: FirstFailure) -> Iterator[None]:
 
 
 def _function(job: str | Callable[[Config], None]) -> Callable[[Config], None]:
-    if not isinstance(job, str):
-        return job
-    module, _, name = JOBS.get(job, job).partition(":")
-    function: Callable[[Config], None] = getattr(importlib.import_module(module), name)
+    function: Callable[[Config], None] = resolve_name(JOBS.get(job, job)) if isinstance(job, str) else job
     return function
 
 
@@ -153,8 +150,8 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
         error = _disk_error(config, error) or error
     if isinstance(error, UserError):
         code, text = 2, error_text(error)
-    elif isinstance(error, stop.StoppedError):
-        code, text = stop.SAVED, str(error)
+    elif isinstance(error, lifetime.StoppedError):
+        code, text = lifetime.SAVED, str(error)
     else:
         hint = ""
         if lost_contact(error):

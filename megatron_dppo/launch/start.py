@@ -21,8 +21,7 @@ from megatron_dppo.launch.processes import MARKER, FirstFailure, run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, obey_launcher, rank_main, set_environment
 from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
-from megatron_dppo.process.files import open_more_files
-from megatron_dppo.process.lock import refuse_if_held
+from megatron_dppo.process.files import open_more_files, refuse_if_held
 from megatron_dppo.process.streams import outlive_readers, tell
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 from megatron_dppo.settings import as_yaml
@@ -95,7 +94,7 @@ def ranks_to_start(command: Command, config: Config) -> int:
     """
     preflight(config, command)
     if command in TRAINING:
-        refuse_if_held(Path(config.run.dir), "run.dir")
+        refuse_if_held(Path(config.run.dir))
     ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
     resolve_layout(config.layout, ranks)
     return ranks

@@ -28,11 +28,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
-from megatron_dppo.models.gradient_norm import gradient_squares
 from megatron_dppo.models.layer_specs import add_to_main_gradients
 from megatron_dppo.models.lora import add_expert_gradients
 from megatron_dppo.models.microbatch import DeviceArrays, Microbatch, Responses, to_device
-from megatron_dppo.models.optimizer_state import OffloadedState, optimizer_parts, prepare_adam_state
+from megatron_dppo.models.optimizer import OffloadedState, gradient_squares, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.prefix_attention import shared_prefixes
 from megatron_dppo.models.routing import ExpertLoad, RoutingReplay

@@ -1,4 +1,4 @@
-"""A family of models: everything that one file of ``models/families`` tells the package. Needs no torch.
+"""A family of models: everything that ``models/families`` tells the package of it. Needs no torch.
 
 The rows of a Megatron parameter name its Hugging Face tensors, and how ranks share it; families choose among them.
 """

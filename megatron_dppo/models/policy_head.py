@@ -86,10 +86,17 @@ def score_responses(
             weight less often; one that takes all positions saves a product.
         score_norm: whether score norms are asked for.
     """
+    group, first, rows = held_rows(weight, vocab_size, tp_group)
+    return HeadOutput(*_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib, score_norm))
+
+
+def held_rows(
+    weight: torch.Tensor, vocab_size: int, tp_group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, int, int]:
+    """The ranks to exchange with, None for one; the token of this rank's first row; and its rows that have a token."""
     group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
     first = 0 if group is None else dist.get_rank(group) * len(weight)
-    rows = min(max(vocab_size - first, 0), len(weight))
-    return HeadOutput(*_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib, score_norm))
+    return group, first, min(max(vocab_size - first, 0), len(weight))
 
 
 class _Score(torch.autograd.Function):
@@ -126,7 +133,7 @@ class _Score(torch.autograd.Function):
         ctx.rows, ctx.temperature, ctx.chunk_mib = rows, temperature, chunk_mib
         # With a buffer beside the logits, ``summarise`` overwrites them.
         keeps = passes.BUFFERS == 1 and ctx.needs_input_grad[0]
-        fits = len(targets) <= _size_of_chunk(rows, _gradient_types(weight), chunk_mib)
+        fits = len(targets) <= _size_of_chunk(rows, gradient_types(weight), chunk_mib)
         ctx.logits = logits if keeps and fits else None
         ctx.mark_non_differentiable(*measured)
         return logprobs, *measured
@@ -134,20 +141,14 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, *_ = ctx.saved_tensors
-        hidden_grad = torch.zeros_like(hidden)
-        weight_grad = None
-        if ctx.needs_input_grad[1]:
-            kept = hasattr(weight, "main_grad")
-            weight_grad = weight.main_grad if kept else torch.zeros_like(weight, dtype=torch.float32)
+        hidden_grad, weight_grad = torch.zeros_like(hidden), gradient_of_weight(ctx, weight)
         _add_gradients(ctx, grad.contiguous(), hidden_grad, weight_grad)
-        if weight_grad is not None:
-            weight_grad = left_to_autograd(weight, weight_grad)
-        return hidden_grad, weight_grad, None, None, None, None, None, None
+        return hidden_grad, left_to_autograd(weight, weight_grad), None, None, None, None, None, None
 
 
 def _add_gradients(ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None) -> None:
     hidden, weight, targets, normaliser = ctx.saved_tensors
-    passes, vocabulary, types = _passes(hidden.is_cuda), weight[: ctx.rows], _gradient_types(weight)
+    passes, vocabulary, types = _passes(hidden.is_cuda), weight[: ctx.rows], gradient_types(weight)
     kept, ctx.logits = () if ctx.logits is None else (ctx.logits,), None  # the slope may overwrite them
     for chunk, made in chunks_of(len(targets), ctx.rows, types[len(kept) :], ctx.chunk_mib, hidden.device):
         buffers = kept + made
@@ -160,22 +161,28 @@ def _add_gradients(ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weig
             add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
 
 
-def _gradient_types(weight: torch.Tensor) -> list[torch.dtype]:
+def gradient_types(weight: torch.Tensor) -> list[torch.dtype]:
     """Types of the buffers of a chunk in the backward pass: logits, and their gradient, if that has another type."""
-    wanted = slope_type(weight)
-    return [torch.float32] if wanted == torch.float32 else [torch.float32, wanted]
+    return [torch.float32, weight.dtype] if _hands_out_fp32(weight) else [torch.float32]
 
 
-def left_to_autograd(weight: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+def gradient_of_weight(ctx: Any, weight: Any) -> torch.Tensor | None:
+    """The fp32 tensor that the gradient of the weight, the second input, is added to; None if none is asked for."""
+    if not ctx.needs_input_grad[1]:
+        return None
+    return weight.main_grad if hasattr(weight, "main_grad") else torch.zeros_like(weight, dtype=torch.float32)
+
+
+def left_to_autograd(weight: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Gradient that the backward pass returns for a weight whose whole fp32 gradient is ``gradient``.
 
     DDP waits until autograd brings a weight its gradient, adds that to ``main_grad`` unless ``grad_added_to_main_grad``
     says that it is there, and drops it. The returned tensor is never read. A weight that is this stage's embedding
     as well, which Megatron marks by ``zero_out_wgrad``, is brought the embedding's gradient, and that has to be added.
     """
-    if not hasattr(weight, "main_grad"):
+    if gradient is not None and not hasattr(weight, "main_grad"):
         return gradient.to(weight.dtype)
-    if getattr(weight, "zero_out_wgrad", False):
+    if gradient is None or getattr(weight, "zero_out_wgrad", False):
         return None
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
@@ -239,11 +246,6 @@ def logits_of(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor)
     wide, size = hidden.float(), _rows_converted(vocabulary)
     for part, block in zip(out.split(size, dim=1), vocabulary.split(size), strict=True):
         torch.mm(wide, block.float().t(), out=part)
-
-
-def slope_type(weight: torch.Tensor) -> torch.dtype:
-    """The type in which the two products below take ``slope``."""
-    return weight.dtype if _hands_out_fp32(weight) else torch.float32
 
 
 def hidden_gradient(slope: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:

@@ -25,10 +25,12 @@ from megatron_dppo.models.policy_head import (
     LOWEST,
     add_weight_gradient,
     chunks_of,
+    gradient_of_weight,
+    gradient_types,
+    held_rows,
     hidden_gradient,
     left_to_autograd,
     logits_of,
-    slope_type,
 )
 
 
@@ -83,9 +85,7 @@ def divergence_from(
         weight: [V_local, h], this rank's rows of its output layer.
         vocab_size, temperature, tp_group, chunk_mib: as there; the chunk's memory is that of both models' logits.
     """
-    group = tp_group if tp_group is not None and dist.get_world_size(tp_group) > 1 else None
-    first = 0 if group is None else dist.get_rank(group) * len(weight)
-    rows = min(max(vocab_size - first, 0), len(weight))
+    group, _, rows = held_rows(weight, vocab_size, tp_group)
     divergence: torch.Tensor = _Divergence.apply(hidden, weight, teacher, rows, temperature, group, chunk_mib)
     return divergence
 
@@ -126,12 +126,8 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, teacher_hidden, teacher_weight, normalisers, divergence = ctx.saved_tensors
-        hidden_grad, weight_grad = torch.zeros_like(hidden), None
-        if ctx.needs_input_grad[1]:
-            kept = hasattr(weight, "main_grad")
-            weight_grad = weight.main_grad if kept else torch.zeros_like(weight, dtype=torch.float32)
-        wanted, scale = slope_type(weight), grad / ctx.temperature
-        more = [torch.float32] if wanted == torch.float32 else [torch.float32, wanted]
+        hidden_grad, weight_grad = torch.zeros_like(hidden), gradient_of_weight(ctx, weight)
+        more, scale = gradient_types(weight), grad / ctx.temperature
         for chunk, (own, other, *spare) in _logits_of_both(ctx, hidden, weight, teacher_hidden, teacher_weight, more):
             own.sub_(normalisers[0, chunk, None])
             other.sub_(normalisers[1, chunk, None])
@@ -141,13 +137,11 @@ class _Divergence(torch.autograd.Function):
             else:
                 own.exp_().sub_(other.exp_())
             own.mul_(scale[chunk, None])
-            slope = own if wanted == torch.float32 else spare[1].copy_(own)
+            slope = own if len(spare) == 1 else spare[1].copy_(own)
             hidden_gradient(slope, weight[: ctx.rows], out=hidden_grad[chunk])
             if weight_grad is not None:
                 add_weight_gradient(weight_grad[: ctx.rows], slope, hidden[chunk])
-        if weight_grad is not None:
-            weight_grad = left_to_autograd(weight, weight_grad)
-        return hidden_grad, weight_grad, None, None, None, None, None
+        return hidden_grad, left_to_autograd(weight, weight_grad), None, None, None, None, None
 
 
 def _logits_of_both(

@@ -1,4 +1,4 @@
-"""The numbers of a run, step by step: ``metrics.jsonl`` for programs, and ``run.loggers`` for people.
+"""The numbers of a run, step by step and at its end: ``metrics.jsonl``, ``run.loggers``, ``summary.json``.
 
 What depends on the machine or the clock stands under ``perf/``. All else in a row depends on the run's settings and its
 seed alone, so that the file of a resumed run equals that of a run that never stopped, bit for bit.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.errors import UserError
+from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.loggers import Loggers
-from megatron_dppo.process.files import replacing_file
+from megatron_dppo.observe.timers import breakdown, duration
+from megatron_dppo.process.files import replace_text, replacing_file
 from megatron_dppo.process.streams import tell
 
-FILE = "metrics.jsonl"
+FILE, SUMMARY = "metrics.jsonl", "summary.json"
 
 
 class StepLog:
@@ -173,3 +175,177 @@ def _drop_rows_past(file: Path, step: int) -> None:
 def _plain(value: float) -> float:
     """A Python number: NumPy's and torch's scalars have other JSON forms, or none."""
     return value if type(value) in (int, float) else float(value)
+
+
+Rows = Sequence[Mapping[str, float]]
+
+PLACES: Sequence[tuple[str, str]] = (
+    ("picture", "progress.png"),
+    ("picture of pruning", "pruning.png"),
+    ("TensorBoard log", "tensorboard"),
+    ("metrics", "metrics.jsonl"),
+    ("checkpoints", "checkpoints"),
+    ("Hugging Face export", "hf"),
+    ("adapter for PEFT", "adapter"),
+)
+
+
+def summarise(metrics: Rows) -> dict[str, Any]:
+    """The figures of a run, from its rows of ``metrics.jsonl``. A figure that no row knows is None.
+
+    Fractions are means over the steps that have them. The mean of pack fill is over the steps that packed anything.
+    ``seconds`` adds up the timed steps and evaluations. In a resumed run these are the ones whose rows were kept, so
+    that nothing is counted twice. Estimates of the gradient's noise are None if any step lacks one, as under a biased
+    rule.
+    """
+    held_out = _values(metrics, "eval/accuracy")
+    steps = [row for row in metrics if "perf/step_time" in row]
+    pruned = [row for row in metrics if "prune/kept_token_fraction" in row]
+    phases: dict[str, float] = {}
+    for row in steps:
+        for phase, seconds in breakdown(row).items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    evaluation = _total(metrics, "perf/eval_time")
+    return {
+        "accuracy_before": held_out[0] if held_out else None,
+        "accuracy_after": held_out[-1] if held_out else None,
+        "seconds": _total(steps, "perf/step_time") + evaluation,
+        "seconds_per_step": _mean(steps, "perf/step_time"),
+        "kept_prompt_fraction": _mean(metrics, "prune/kept_prompt_fraction"),
+        "kept_token_fraction": _mean(metrics, "prune/kept_token_fraction"),
+        "saved_tokens_prompts": _whole(pruned, "prune/saved_tokens_prompts"),
+        "saved_tokens_completions": _whole(pruned, "prune/saved_tokens_completions"),
+        "zero_advantage_tokens": _whole(pruned, "prune/zero_advantage_tokens"),
+        "saved_seconds_prompts": _total(pruned, "perf/saved_prompts_time"),
+        "saved_seconds_completions": _total(pruned, "perf/saved_completions_time"),
+        "effective_sample_size": _mean(pruned, "prune/effective_sample_size"),
+        "variance_inflation": _mean(pruned, "prune/variance_inflation", of_all=True),
+        "noise_share_prompts": _mean(pruned, "prune/noise_share_prompts", of_all=True),
+        "noise_share_completions": _mean(pruned, "prune/noise_share_completions", of_all=True),
+        "discarded_groups": _whole(pruned, "prune/discarded_groups"),
+        "pack_fill": _mean([row for row in metrics if "train/grad_norm" in row], "pack/fill"),
+        "steps": len(steps),
+        "generated_tokens": _whole(metrics, "rollout/generated_tokens"),
+        "trained_tokens": _whole(metrics, "train/tokens"),
+        "no_op_steps": sum("rollout/raw_reward" in row and "train/grad_norm" not in row for row in metrics),
+        "reward_timeouts": _whole(metrics, "reward/timeouts"),
+        "reward_errors": _whole(metrics, "reward/errors"),
+        "phase_seconds": phases | {"evaluation": evaluation},
+    }
+
+
+def write_summary(run_dir: Path | str) -> dict[str, Any]:
+    """Summarise the run in ``run_dir``, write ``summary.json`` there in one piece, and return it."""
+    folder = Path(run_dir)
+    summary = summarise(read_metrics(folder))
+    replace_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def read_summary(run_dir: Path | str) -> dict[str, Any] | None:
+    """Last summary; None if there is none, or if the metrics have been written to since."""
+    file, metrics = Path(run_dir, SUMMARY), Path(run_dir, FILE)
+    try:
+        if metrics.exists() and file.stat().st_mtime < metrics.stat().st_mtime:
+            return None
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def print_summary(run_dir: Path | str, summary: Mapping[str, Any], console: Console) -> None:
+    """Say what was learned, what pruning saved, what failed, and where the run's files lie."""
+    folder = Path(run_dir)
+    places = [f"{title:<20} {folder / name}" for title, name in PLACES if (folder / name).exists()]
+    console.banner([*_learned(summary), *_saved(summary), *_faults(summary), "", *places])
+
+
+def _learned(summary: Mapping[str, Any]) -> Iterator[str]:
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if before is not None and after is not None:
+        points = 100 * (after - before)
+        yield f"held-out accuracy {100 * before:.1f}% before, {100 * after:.1f}% after ({points:+.1f} points)"
+    if summary["seconds_per_step"] is not None:
+        pace, total = summary["seconds_per_step"], summary["seconds"]
+        yield f"{_steps(summary['steps'])} of {duration(pace)}; {duration(total)} with evaluations"
+
+
+def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Savings by pruning, compared with a run whose rules are both ``none``. Such a run does not train on completions
+    with zero advantage either.
+
+    The tokens of prompts that were not rolled out are taken to be like those of the others.
+    """
+    prompts = summary["kept_prompt_fraction"]
+    if prompts is not None and summary["kept_token_fraction"] is not None:
+        unseen, pruned, trained, zero_advantage = (
+            summary.get(name, 0)  # a summary of an earlier version does not count zero advantages
+            for name in ("saved_tokens_prompts", "saved_tokens_completions", "trained_tokens", "zero_advantage_tokens")
+        )
+        rolled_out = trained + pruned + zero_advantage
+        seconds = {level: summary[f"saved_seconds_{level}"] for level in ("prompts", "completions")}
+        yield f"{100 * prompts:.0f}% of the prompts were rolled out; of the tokens of all prompts:"
+        for count, what in (
+            (trained, "trained on"),
+            (unseen, f"not rolled out: about {unseen:,} tokens, which saved about {seconds['prompts']:.0f} s"),
+            (pruned, f"rolled out and pruned: {pruned:,} tokens, which saved about {seconds['completions']:.0f} s"),
+            (zero_advantage, "rolled out, with zero advantage: no run trains on those"),
+        ):
+            if count:
+                yield f"  {100 * count / (rolled_out + unseen):3.0f}% {what}"
+        if unseen or pruned:
+            generation = unseen / (rolled_out + unseen)
+            training = 1.0 - (1.0 - generation) * trained / (trained + pruned) if trained + pruned else generation
+            saved = f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% of those to train on"
+            yield f"pruning saved about {saved}"
+        if summary["discarded_groups"]:
+            yield f"{summary['discarded_groups']:,} groups were rolled out and discarded, which saved nothing"
+        yield from _noise(summary)
+    if summary["pack_fill"] is not None:
+        yield f"packs were {100 * summary['pack_fill']:.1f}% full"
+
+
+def _noise(summary: Mapping[str, Any]) -> Iterator[str]:
+    sample, inflation = summary["effective_sample_size"], summary["variance_inflation"]
+    if sample is None:
+        return
+    yield f"weights leave an effective sample size of {100 * sample:.0f}% of what was trained on"
+    if inflation is None:
+        yield "no variance is estimated: what a biased rule drops, no weight makes up for"
+        return
+    prompts, completions = 100 * summary["noise_share_prompts"], 100 * summary["noise_share_completions"]
+    sampling = 100 - prompts - completions
+    yield f"the gradient's variance, estimated for independent draws: {inflation:.2f} times the full batch's"
+    yield f"  its noise: {sampling:.0f}% sampling, {prompts:.0f}% pruned prompts, {completions:.0f}% pruned completions"
+
+
+def _faults(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Failures that did not stop the run, once more at the end."""
+    if summary["no_op_steps"]:
+        yield f"{_steps(summary['no_op_steps'])} kept nothing to train on and changed no weight"
+    if summary["reward_timeouts"] or summary["reward_errors"]:
+        timeouts, errors = summary["reward_timeouts"], summary["reward_errors"]
+        yield f"scoring failed for some completions ({timeouts} timeouts, {errors} errors): their groups left"
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def _values(metrics: Rows, key: str) -> list[float]:
+    return [row[key] for row in metrics if key in row]
+
+
+def _total(metrics: Rows, key: str) -> float:
+    return sum(_values(metrics, key), 0.0)
+
+
+def _whole(metrics: Rows, key: str) -> int:
+    return round(_total(metrics, key))
+
+
+def _mean(metrics: Rows, key: str, *, of_all: bool = False) -> float | None:
+    """None where no row has the number; with ``of_all`` also where one lacks it."""
+    values = _values(metrics, key)
+    return sum(values) / len(values) if values and not (of_all and len(values) < len(metrics)) else None

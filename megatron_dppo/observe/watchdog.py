@@ -30,7 +30,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine, open_store
 from megatron_dppo.parallel.world import WAITED, World
-from megatron_dppo.process import progress
+from megatron_dppo.process import streams
 from megatron_dppo.process.streams import tell
 
 FRAMES = 8
@@ -89,7 +89,7 @@ class Watchdog:
             self._store = _shared_store(world)
             self._send()
             world.wait_for_all("first heartbeat")  # from here on every rank's heartbeat is there to be read
-        progress.moved()
+        streams.moved()
         self._before = signal.signal(WAKE, self._raise)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -117,7 +117,7 @@ class Watchdog:
 
     def _look_at_itself(self) -> None:
         """Name this rank, or end what it does, if its main thread stands still and waits for no other rank."""
-        phase, since = self._timers.phase, max(self._timers.moved, progress.last_moved())
+        phase, since = self._timers.phase, max(self._timers.moved, streams.last_moved())
         if phase not in UNLIMITED and self._world.size > 1:
             return  # the leader compares all ranks there
         still = time.monotonic() - since
@@ -132,7 +132,7 @@ class Watchdog:
             problem = f"rank {rank} has stood still for so long in {phase or 'no phase'}, at:\n{stack.rstrip()}"
             remedy = "Mend what hangs there, or raise rollout.timeout_s"
             self._hung = UserError("rollout.timeout_s", f"{self._world.timeout_s:g}", problem, remedy)
-            progress.moved()  # what ends has time for it
+            streams.moved()  # what ends has time for it
             signal.pthread_kill(self._main, WAKE)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:

@@ -23,7 +23,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel import without_cuda
 from megatron_dppo.parallel.layout import capacity_multiple, resolve_layout
 from megatron_dppo.parallel.meeting import LOST_CONTACT, rendezvous
-from megatron_dppo.process.progress import moved
+from megatron_dppo.process.streams import moved
 
 T = TypeVar("T")
 

@@ -1,22 +1,30 @@
-"""Processes that do not outlive their parent: the kernel or the parent ends them. Needs the standard library only.
+"""How processes end: with their parent, or on request. Needs the standard library only.
 
-Only Linux has this (``prctl``). Elsewhere a process only sees whether its parent has ended already. The kernel takes
-the *thread* that started a process for its parent, so start processes on a thread that lives as long as they may.
-Children do not inherit the setting: each process makes it for itself.
+A process does not outlive its parent: the kernel or the parent ends it. Only Linux has this (``prctl``). Elsewhere a
+process only sees whether its parent has ended already. The kernel takes the *thread* that started a process for its
+parent, so start processes on a thread that lives as long as they may. Children do not inherit the setting: each process
+makes it for itself.
+
+After SIGUSR1, to any rank or to the launcher, a run saves at the end of the step and ends. Slurm sends such a signal
+before a job's time is up. SIGTERM is left as it is, an end at once: what Slurm ends by it, a cancelled job or one of
+which a rank has failed, is not to wait for a step.
 
 Run as a file, ``python -IS lifetime.py TRAINER COMMAND…``, it is the supervisor of one server.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -54,7 +62,7 @@ def end_children() -> None:
     """Kill and reap children until there are none. After ``adopt_orphans`` these are all descendants."""
     while True:
         for child in _children():
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         try:
             os.wait()
@@ -66,7 +74,7 @@ def _children() -> list[int]:
     """Ids of this process's children. All processes are looked at, because not every kernel lists children."""
     found = []
     for place in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with suppress(OSError):  # it ended meanwhile
             # The name, in brackets, may hold brackets and spaces; behind it stand the state and the parent.
             if int(place.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 found.append(int(place.parent.name))
@@ -115,6 +123,71 @@ def _ask_to_end(server: subprocess.Popen[bytes], awaited: set[signal.Signals]) -
     until = time.monotonic() + GRACE_S
     while server.poll() is None and (left := until - time.monotonic()) > 0:
         signal.sigtimedwait(awaited, min(left, LOOK_S))
+
+
+SAVED = 75
+"""Exit code of a run that has saved its state and is to be started again (EX_TEMPFAIL of sysexits.h)."""
+
+SIGNAL = signal.SIGUSR1
+
+_asked = False
+
+
+class StoppedError(Exception):
+    """A run has saved and ends before its last step, because it was asked to."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped on request after step {step}, and saved: run the same command again to go on")
+
+
+def listen_for_stop() -> None:
+    """From now on, remember that a stop was asked for. Called on the main thread.
+
+    Slurm sends the signal to every process of a step. It is held back rather than handled, which children inherit: what
+    a rank has started, or is starting, does not die of it. The handler is for threads that were there before.
+    """
+    _handle(lambda number, frame: _remember())
+    signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+
+
+def stop_asked() -> bool:
+    """Whether this process was asked to stop."""
+    return _asked or SIGNAL in signal.sigpending()
+
+
+@contextmanager
+def stop_handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
+    """Within it, a request to stop goes on to other processes; each may have ended by then. Outside of the main thread,
+    which alone gets signals, nothing goes on.
+
+    Args:
+        children: gives their ids at that moment.
+    """
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        for child in children():
+            with suppress(ProcessLookupError):
+                os.kill(child, number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = _handle(hand_on)
+    try:
+        yield
+    finally:
+        signal.signal(SIGNAL, before)
+
+
+def _remember() -> None:
+    global _asked
+    _asked = True
+
+
+def _handle(handler: Callable[[int, FrameType | None], object]) -> signal._HANDLER:
+    before = signal.signal(SIGNAL, handler)
+    signal.siginterrupt(SIGNAL, False)  # no system call of torch's is to fail because of it
+    return before
 
 
 if __name__ == "__main__":

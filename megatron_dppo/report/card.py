@@ -18,7 +18,7 @@ from megatron_dppo import __version__
 from megatron_dppo.config.loss import is_server
 from megatron_dppo.hub import is_id
 from megatron_dppo.models.shape import published
-from megatron_dppo.observe.summary import summarise
+from megatron_dppo.observe.metrics import summarise
 from megatron_dppo.report.learning import wilson
 from megatron_dppo.report.plot import say
 from megatron_dppo.report.run import Record, RunRecord, data_of, default_of

@@ -18,8 +18,8 @@ from markupsafe import Markup
 
 from megatron_dppo import __version__
 from megatron_dppo.errors import UserError
-from megatron_dppo.observe.palette import PALETTE, SAME
-from megatron_dppo.observe.summary import summarise
+from megatron_dppo.observe.console import PALETTE, SAME
+from megatron_dppo.observe.metrics import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.learning import learning, packs, signs, wilson

@@ -30,7 +30,7 @@ class Mark:
 
     kind: Literal["line", "faint", "dots", "band", "fill", "limit"]
     colour: str
-    """A name in ``observe/palette.py``; empty for a limit."""
+    """A name in ``observe/console.py``; empty for a limit."""
     shapes: Floats
     """[shapes, points, 2], x and y: the points of a line, the outline of a band, a dot, or opposite corners of a box
     (``fill``). What lies outside the square is drawn at its edge."""

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from megatron_dppo.observe.palette import colour_of
+from megatron_dppo.observe.console import colour_of
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.learning import accuracy_plot, reward_plot
 from megatron_dppo.report.parts import Key, Mark, Plot, titled

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.plugins.slime import Arguments, Sample
+from megatron_dppo.plugins import Arguments, Sample
 
 if TYPE_CHECKING:
     from megatron_dppo.rl.types import Label, Prompt  # imports NumPy

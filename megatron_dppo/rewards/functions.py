@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import load_function
+from megatron_dppo.plugins import load_function
 from megatron_dppo.rewards.adapters import (
     GroupScorer,
     RewardFunction,
@@ -25,8 +25,7 @@ from megatron_dppo.rewards.adapters import (
     columns_wanted,
 )
 from megatron_dppo.rewards.math.completion import THINKING_TAGS, after_thoughts, stated_answer
-from megatron_dppo.rl.given import as_number, as_truth
-from megatron_dppo.rl.rounding import is_right
+from megatron_dppo.rl.numbers import as_number, as_truth, is_right
 
 SETTING = "reward.function"
 BUILTIN = {

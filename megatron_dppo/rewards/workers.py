@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron_dppo.config import RewardConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.progress import moved
+from megatron_dppo.process.streams import moved
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.math.completion import THINKING_TAGS
 from megatron_dppo.rl.types import Score

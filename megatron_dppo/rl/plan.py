@@ -19,8 +19,7 @@ from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import prompts_shared, shared_of_kept
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import rule_named
-from megatron_dppo.rl.pruning.metrics import census, left_out, prune_metrics
-from megatron_dppo.rl.pruning.minibatch import PruningDraw, prune_minibatch
+from megatron_dppo.rl.pruning.draw import PruningDraw, census, left_out, prune_metrics, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator

@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.intervals import Estimate, estimate
-from megatron_dppo.rl.rounding import without_rounding
+from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.types import Floats, Ints, Segments
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ first come after the prompt. A further one begins with the token ids of its own 
 [summary, next_answer]]``. See ``rl/sequences.py``.
 
 With ``rollout.roles`` the policy speaks in several roles, each with a reward of its own, and every turn of its says in
-which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/advantages.py``.
+which: ``[("solver", attempt), told, ("critic", review)]``. See ``rl/objectives.py``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import FAILURES
-from megatron_dppo.rl.given import as_mask
+from megatron_dppo.plugins import FAILURES
+from megatron_dppo.rl.numbers import as_mask
 from megatron_dppo.rl.sequences import malformed
 from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
 from megatron_dppo.rollout.conversation_checks import UnusableError, check_completion, check_ids, check_roles

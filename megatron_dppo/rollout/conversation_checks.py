@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.given import as_logprobs
+from megatron_dppo.rl.numbers import as_logprobs
 from megatron_dppo.rl.types import Completion
 
 

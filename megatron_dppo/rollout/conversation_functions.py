@@ -28,9 +28,8 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.turns import CALL, OTHER_CALL, NothingLeftError, Turns, TurnsError
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
-from megatron_dppo.plugins.loading import FAILURES, load_function
-from megatron_dppo.plugins.slime import Arguments, Sample, Status, poster
-from megatron_dppo.rl.given import as_mask
+from megatron_dppo.plugins import FAILURES, Arguments, Sample, Status, load_function, poster
+from megatron_dppo.rl.numbers import as_mask
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, Part, TryAgainError, completed
 from megatron_dppo.rollout.conversation_checks import UnusableError

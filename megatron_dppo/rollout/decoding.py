@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_dppo.process.progress import moved
+from megatron_dppo.process.streams import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
 from megatron_dppo.rollout.decoder import Decoder, Routers, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling

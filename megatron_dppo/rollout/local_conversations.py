@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.progress import moved
-from megatron_dppo.process.streams import tell
+from megatron_dppo.process.streams import moved, tell
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, TryAgainError
 from megatron_dppo.rollout.engine import Completions, Sampling

@@ -23,7 +23,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.given import as_logprobs
+from megatron_dppo.rl.numbers import as_logprobs
 from megatron_dppo.rl.sequences import prompt_and_response, sequences
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import Completions

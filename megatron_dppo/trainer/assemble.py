@@ -11,10 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_dppo.bridge.adapters import draw_adapters
 from megatron_dppo.bridge.export import check_adapter_destination, check_destination, export_adapter, export_hf
 from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
-from megatron_dppo.bridge.load import load_checkpoint, load_policy
+from megatron_dppo.bridge.load import draw_adapters, load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import adapter_stream, weight_stream
 from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.offline import OfflineGroup, load_offline
@@ -28,7 +27,7 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.process.files import FolderLock
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences

@@ -24,10 +24,11 @@ import torch
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_dppo.bridge.adapters import adapter_state, load_adapter_state
 from megatron_dppo.bridge.checkpoint_folder import (
     HF_FOLDER,
     TRACKER,
+    Block,
+    Checksums,
     iteration_name,
     latest_checkpoint,
     refusing_damage,
@@ -35,16 +36,23 @@ from megatron_dppo.bridge.checkpoint_folder import (
     steps_in,
     warn_unchecked,
 )
-from megatron_dppo.bridge.checksums import Block, Checksums
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
-from megatron_dppo.bridge.load import check_policy, load_model_state, model_state, read_sharded, sharding
+from megatron_dppo.bridge.load import (
+    adapter_state,
+    check_policy,
+    load_adapter_state,
+    load_model_state,
+    model_state,
+    read_sharded,
+    sharding,
+)
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.stored_policy import plain_values_only
 from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
-from megatron_dppo.models.optimizer_state import optimizer_parts
+from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
 from megatron_dppo.process.streams import tell

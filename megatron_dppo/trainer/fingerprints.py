@@ -6,7 +6,7 @@ A checkpoint keeps one dictionary from ``SETTING: FILE`` to a digest::
 
 The digest of a data file is one CRC-32 for each row, so that an error can name the first row that differs. Rows of
 JSONL are compared as they are written, without white space around them. Files of weights are sampled, see
-``bridge/fingerprint.py``; all other files are read whole.
+:func:`weight_digests`; all other files are read whole.
 
 A user's function is known by its file and by the files of that folder which it imports. A function given from Python is
 known by its text::
@@ -24,6 +24,8 @@ Not covered:
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from hashlib import blake2b
@@ -31,7 +33,8 @@ from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_dppo.bridge.fingerprint import weight_digests
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, find_checkpoint
+from megatron_dppo.bridge.safetensors_files import stored_tensors
 from megatron_dppo.config import Config
 from megatron_dppo.data.examples import Source, sources_of
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
@@ -40,7 +43,7 @@ from megatron_dppo.data.stored import tokenizer_files
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import sources
 from megatron_dppo.hub import policy_folder
-from megatron_dppo.plugins.loading import file_of, files_imported
+from megatron_dppo.plugins import file_of, files_imported
 from megatron_dppo.process.files import file_digest, state_of
 
 FUNCTIONS = (
@@ -175,3 +178,43 @@ def _policy(folder: Path, checkpoint: str | None) -> dict[str, str]:
     settings = [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
     digests = {file.name: file_digest(file) for file in (*settings, *tokenizer_files(folder))}
     return digests | weight_digests(folder, Path(checkpoint) if checkpoint else None)
+
+
+SAMPLES, SAMPLE_BYTES = 64, 2**14
+"""Evenly spaced stretches of a file that are read, and their length: 1 MiB in all, or the whole of a smaller file."""
+
+
+def fingerprint(path: Path, checkpoint: Path | None) -> str:
+    """One digest of :func:`weight_digests`."""
+    return hashlib.sha256(json.dumps(weight_digests(path, checkpoint)).encode()).hexdigest()
+
+
+def weight_digests(path: Path, checkpoint: Path | None) -> dict[str, str]:
+    """A digest of each file of the weights that ``model.path`` and ``model.checkpoint`` name, by the file's name.
+
+    A safetensors file's digest covers its size, its header, and a sample of its bytes: training changes nearly all
+    weights, so that 1 MiB of any file tells. A few changed weights of a larger file may be missed. A checkpoint's
+    digest is that of its checksums. The same weights in other files, or in another type, have other digests.
+
+    Raises:
+        UserError: if there are no weights.
+    """
+    if checkpoint is not None:
+        place = find_checkpoint(checkpoint)
+        index = place / CHECKSUMS if (place / CHECKSUMS).is_file() else place / METADATA
+        return {index.name: file_digest(index)}
+    files = sorted({tensor.file for tensor in stored_tensors(path).values()})
+    return {file.name: _sampled(file, *state_of(file)) for file in files}
+
+
+@cache
+def _sampled(file: Path, *state: int) -> str:
+    size = file.stat().st_size
+    seen = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with file.open("rb") as opened:
+        length = opened.read(8)
+        seen.update(opened.read(int.from_bytes(length, "little")))
+        for start in range(0, size, max(SAMPLE_BYTES, size // SAMPLES)):
+            opened.seek(start)
+            seen.update(opened.read(SAMPLE_BYTES))
+    return seen.hexdigest()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_dppo.config import Config, LossConfig, PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import FAILURES, load_function
+from megatron_dppo.plugins import FAILURES, load_function
 from megatron_dppo.rl.losses import Tokens, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules

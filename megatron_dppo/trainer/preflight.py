@@ -2,27 +2,29 @@
 so, and all else a fraction of one.
 
 ``check_config`` checks settings against each other, by the table of exclusions in ``config/``; ``preflight`` also
-against the machine: files, the policy, the disk.
+against the machine: files, the policy, the disk, whose space ``disk_needed`` estimates.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_finite, check_weights
-from megatron_dppo.config import Config, DataConfig, exclusions
+from megatron_dppo.config import WEIGHT_BYTES, Config, DataConfig, exclusions
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
 from megatron_dppo.data.generators import GENERATORS, VERIFIERS
 from megatron_dppo.data.prompts import NO_CHECK, LabelCheck, are_stored, prepare
-from megatron_dppo.data.template import check_template
-from megatron_dppo.data.tokenizer import check_embedded
+from megatron_dppo.data.tokenizer import check_embedded, check_template
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.hub import is_id, policy_folder
@@ -30,9 +32,8 @@ from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
 from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
+from megatron_dppo.rollout.servers.launch import syncs_by_files
 from megatron_dppo.rollout.servers.preflight import check_launch, check_servers
-from megatron_dppo.trainer.disk import disk_needed, size_text
-from megatron_dppo.trainer.numbers import check_numbers
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
 MOST_READ = 2**29
@@ -99,7 +100,7 @@ def check_config(config: Config, command: Command = "train") -> None:
 
 
 def _checks_of_settings(config: Config, command: Command) -> Iterator[Check]:
-    yield partial(check_numbers, config)
+    yield partial(exclusions.check_numbers, config)
     yield from exclusions.checks(config, command)
     if command != "sft":
         yield partial(check_launch, config)
@@ -336,3 +337,54 @@ def _check_room(config: Config, shape: PolicyShape, command: Command) -> None:
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest thing above it that exists."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+
+
+MASTER_AND_MOMENTS = 12
+"""Bytes per weight of the optimizer's state: an fp32 master copy and Adam's two moments."""
+OVERHEAD = 4 * 2**20
+"""Bytes of what lies around the weights: logs, the tokenizer, the picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """About what a run takes on the disk of its folder, in bytes."""
+
+    checkpoint: int
+    """One: the weights that are trained, and the optimizer's state."""
+    checkpoints: int
+    """How many: those that are kept, the best one, and one more while the newest is being written."""
+    export: int
+    """The policy for Hugging Face, and its adapters, if it has any."""
+    sync: int = 0
+    """Weights that servers read back at a sync; 0 if ``rollout.sync.folder`` names another place."""
+
+    @property
+    def total(self) -> int:
+        return self.checkpoint * self.checkpoints + self.export + self.sync + OVERHEAD
+
+
+def disk_needed(config: Config, shape: PolicyShape, command: Command = "train") -> Disk:
+    """Disk space of a training command for a policy of this shape."""
+    weights, dtype, run, lora = parameters(shape), WEIGHT_BYTES[config.model.dtype], config.run, config.model.lora
+    if command == "sft":
+        return Disk(0, 0, weights * dtype)
+    written = math.ceil(run.steps / run.checkpoint_every) if run.checkpoint_every else 1
+    trained = parameters(shape, lora) if lora.rank else weights
+    exported = weights + (trained if lora.rank else 0) if run.export else 0
+    sync = config.rollout.sync
+    synced = (trained if sync.adapter else weights) if syncs_by_files(config.rollout) and sync.folder is None else 0
+    return Disk(
+        checkpoint=trained * (dtype + MASTER_AND_MOMENTS),
+        checkpoints=min(written, run.keep_checkpoints + run.keep_best + 1),
+        export=exported * dtype,
+        sync=synced * dtype,
+    )
+
+
+def size_text(size: float) -> str:
+    """Bytes in the largest unit that they fill."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

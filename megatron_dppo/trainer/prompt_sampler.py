@@ -17,11 +17,9 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import Pool, PromptPool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import advantages_of_segments
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptForecast
-from megatron_dppo.rl.pruning.minibatch import completion_candidates
+from megatron_dppo.rl.objectives import advantages_of_segments, objective_for
+from megatron_dppo.rl.pruning.draw import completion_candidates
+from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator

@@ -1,27 +1,39 @@
-"""Output of rank 0: console, metrics, answers, summary, pictures. Other ranks print and write nothing."""
+"""Output of rank 0: console, metrics, answers, summary, pictures. Other ranks print and write nothing.
+
+At the start it names changed settings that have no effect.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import Config
+from megatron_dppo.config.loss import ScheduleConfig
+from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.tokenizer import without_chat_marks
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluate import HeldOutScores, read_answers, record_answers
+from megatron_dppo.evaluation.benchmarks import sources
+from megatron_dppo.evaluation.evaluator import HeldOutScores, ShownAnswer
 from megatron_dppo.observe.console import Console, LengthGate
-from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics
-from megatron_dppo.observe.summary import print_summary, read_summary, write_summary
+from megatron_dppo.observe.metrics import MetricsLog, StepLog, print_summary, read_metrics, read_summary, write_summary
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
+from megatron_dppo.process.files import replace_text
+from megatron_dppo.rewards.adapters import AsyncScorer
+from megatron_dppo.rewards.functions import resolve
 from megatron_dppo.rl.census import PruningStats
 from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts
+from megatron_dppo.settings import settings
 from megatron_dppo.trainer.collapse import Best
 from megatron_dppo.trainer.fingerprints import functions_without_text
-from megatron_dppo.trainer.idle_settings import idle_settings
 from megatron_dppo.trainer.learner import bound_of_weights
 from megatron_dppo.trainer.resume import changed_since, flat, record
 
@@ -187,3 +199,111 @@ def _answers(rows: list[dict[str, Any]]) -> list[str]:
 def _one_line(text: str) -> str:
     joined = " ⏎ ".join(without_chat_marks(text).splitlines())
     return joined if len(joined) <= WIDEST else f"…{joined[1 - WIDEST :]}"
+
+
+OF_SERVERS = (
+    "rollout.servers",
+    "rollout.launch.",
+    "rollout.heartbeat_s",
+    "rollout.health_timeout_s",
+    *(f"rollout.sync.{name}" for name in ("transport", "bucket_mib", "in_flight", "timeout_s", "retries", "folder")),
+)
+
+
+def idle_settings(config: Config) -> list[str]:
+    """The dotted keys of changed settings that no part of ``train`` reads, given the others."""
+    idle = tuple(_idle(config))
+    values = dict(config.leaves())
+    changed = [key for key, setting in settings().items() if values[key] != setting.default]
+    found = [key for key in changed if key.startswith(idle) and not key.endswith(".rule")]
+    if "reward.concurrency" in changed and not isinstance(resolve(config.reward.function), AsyncScorer):
+        found.append("reward.concurrency")
+    return found + (["run.keep_best"] if _best_is_never_saved(config) else [])
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Beginnings of the keys of settings without effect."""
+    loss, pruning, rollout, model = config.loss, config.pruning, config.rollout, config.model
+    prompts, completions = pruning.prompts, pruning.completions
+    weighed = loss.tis_cap or loss.mask_below or loss.mask_above or rollout.ahead or config.data.rollouts
+    held_out = sources(config) if config.eval.problems != 0 else []
+    tasks = {source.file for source in held_out} | (set() if config.data.rollouts else {*config.data.names})
+    served, talks = rollout.served, rollout.conversation is not None
+    predicts = prompts.rule == "neyman"
+    rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
+    for is_read, keys in (
+        (weighed, ("loss.tis_level",)),
+        (loss.distillation.named, ("loss.distillation.coef", "loss.distillation.direction")),
+        (
+            prompts.rule in ("neyman", "threshold"),
+            ("pruning.prompts.keep", "pruning.prompts.schedule."),
+        ),
+        (prompts.rule == "neyman", ("pruning.prompts.floor",)),
+        (predicts, ("pruning.prompts.predictor",)),
+        (rounds, ("pruning.max_rounds",)),
+        (completions.rule != "none", ("pruning.completions.",)),
+        (completions.named == "neyman", ("pruning.completions.score",)),
+        (config.optimizer.schedule != "constant", ("optimizer.min_lr",)),
+        (not served and rollout.engine_function is None, ("rollout.max_batch",)),
+        (served, OF_SERVERS),
+        (served or talks, ("rollout.attempts", "rollout.request_timeout_s")),
+        (served or loss.distillation.servers, ("rollout.max_in_flight",)),
+        (rollout.tree.branches, ("rollout.tree.",)),
+        (model.lora.rank, ("model.lora.",)),
+        (loss.kl_coef, ("model.reference_on_host",)),
+        (model.spec != "torch" and model.dtype != "fp32", ("model.deterministic",)),
+        (held_out, ("eval.every", "eval.samples", "eval.show", "eval.temperature")),
+        (config.eval.problems != 0, ("data.eval", "eval.benchmarks")),
+        (any(source.benchmark for source in held_out), ("eval.folder",)),
+        *((task in tasks, (f"data.{task}.",)) for task in GENERATORS),
+        *_schedule_read("prompts", prompts.schedule),
+        *_schedule_read("completions", completions.schedule),
+    ):
+        if not is_read:
+            yield from keys
+
+
+def _schedule_read(level: str, schedule: ScheduleConfig) -> Iterator[tuple[bool, tuple[str, ...]]]:
+    yield schedule.shape == "adaptive", (f"pruning.{level}.schedule.max_inflation",)
+    yield schedule.shape in ("linear", "cosine"), (f"pruning.{level}.schedule.ramp",)
+
+
+def _best_is_never_saved(config: Config) -> bool:
+    """Whether checkpoints are saved before the last step, evaluations are made there, and never at the same step."""
+    run, every = config.run, config.eval.every
+    if not run.keep_best or not 0 < run.checkpoint_every < run.steps or not 0 < every < run.steps:
+        return False
+    return lcm(run.checkpoint_every, every) >= run.steps
+
+
+def record_answers(run_dir: Path, step: int, evaluation: HeldOutScores) -> None:
+    """Append the shown answers to ``answers.jsonl``, in place of earlier ones of the same or a later step."""
+    file = run_dir / "answers.jsonl"
+    rows = [row for row in read_answers(run_dir) if row["step"] < step]
+    answers = [asdict(shown) for shown in evaluation.shown]
+    rows.append({"step": step, "problems": dict(evaluation.problems), "answers": answers})
+    replace_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_answers(run_dir: Path) -> list[dict]:
+    """The rows of ``answers.jsonl``, oldest first; none if there is no such file.
+
+    Raises:
+        UserError: naming the file and the line, if one is no such row.
+    """
+    file = run_dir / "answers.jsonl"
+    if not os.path.lexists(file):
+        return []
+    rows = []
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            shown = [ShownAnswer(**answer) for answer in row["answers"]]
+            if not all(isinstance(text, str) for of in shown for text in (of.prompt, of.answer, of.label)):
+                raise TypeError("an answer is no text")
+            rows.append({**row, "step": int(row["step"])})
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problem = f"line {number} holds no answers of a run ({type(error).__name__}: {error})"
+            remedy = "Fetch the file again, take that line out, or move the file away; the run goes on without them"
+            raise UserError("run.dir", file, problem, remedy) from error
+    return rows

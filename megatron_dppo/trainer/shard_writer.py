@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_dppo.bridge.checksums import Block, BlockWriter
+from megatron_dppo.bridge.checkpoint_folder import Block, BlockWriter
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.pinned import offsets_of, pinned_buffer
 from megatron_dppo.process.lifetime import die_with

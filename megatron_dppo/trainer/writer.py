@@ -14,12 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from megatron_dppo.bridge.checkpoint_folder import damaged, refusing_damage
-from megatron_dppo.bridge.checksums import FILE as CHECKSUMS
-from megatron_dppo.bridge.checksums import Checksums, DamagedError
-from megatron_dppo.bridge.fingerprint import fingerprint
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, Checksums, DamagedError, damaged, refusing_damage
 from megatron_dppo.config import Config, LoraConfig, ModelConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.trainer.fingerprints import fingerprint
 
 STATE = "trainer_state.json"
 """The trainer's own file in a checkpoint: its state, and the writer."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.bridge.checksums import FILE, BlockWriter, Checksums, DamagedError
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, BlockWriter, Checksums, DamagedError
 from tests.damage import DAMAGE, flip
 
 TENSORS = (torch.arange(300_000), torch.zeros(0), torch.ones(3, 5, dtype=torch.bfloat16))
@@ -41,7 +41,7 @@ def read(folder: Path) -> Checksums:
 
 def test_what_is_written_through_it_is_what_torch_writes(written: Path) -> None:
     data = (written / "__0_0.distcp").read_bytes()
-    blocks = json.loads((written / FILE).read_text())["files"]["__0_0.distcp"]
+    blocks = json.loads((written / CHECKSUMS).read_text())["files"]["__0_0.distcp"]
     start = 0
     for tensor, (end, crc) in zip(TENSORS, blocks, strict=True):
         assert torch.equal(torch.load(io.BytesIO(data[start:end])), tensor)
@@ -63,14 +63,14 @@ def test_a_folder_of_an_earlier_version_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_whatever_happens_to_a_file_is_noticed_and_the_file_named(written: Path, tmp_path: Path, damage: str) -> None:
     rng = random.Random(damage)
-    for name in ("__0_0.distcp", "rollouts/step.npz", "common.pt", FILE):
+    for name in ("__0_0.distcp", "rollouts/step.npz", "common.pt", CHECKSUMS):
         for attempt in range(20 if damage in ("flipped", "truncated") else 1):
-            if (name, damage) == (FILE, "missing"):
+            if (name, damage) == (CHECKSUMS, "missing"):
                 continue
             copy = tmp_path / "copies" / f"{name.replace('/', '-')}-{attempt}"
             shutil.copytree(written, copy, ignore=shutil.ignore_patterns("copies"))
             DAMAGE[damage](copy / name, rng)
-            if (name, damage) == (FILE, "longer"):
+            if (name, damage) == (CHECKSUMS, "longer"):
                 continue  # one more space does not change what a file of JSON says
             with pytest.raises(DamagedError) as caught:
                 read(copy).check()
@@ -79,7 +79,7 @@ def test_whatever_happens_to_a_file_is_noticed_and_the_file_named(written: Path,
 
 def test_a_block_is_checked_alone(written: Path) -> None:
     checksums = read(written)
-    end = json.loads((written / FILE).read_text())["files"]["__0_0.distcp"][0][0]
+    end = json.loads((written / CHECKSUMS).read_text())["files"]["__0_0.distcp"][0][0]
     flip(written / "__0_0.distcp", 8 * (end + 100))
     checksums.check_block("__0_0.distcp", 0)
     with pytest.raises(DamagedError, match=rf"__0_0.distcp is damaged: bytes {end:,} to"):

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.bridge import checksums
-from megatron_dppo.bridge.checkpoint_folder import METADATA, TRACKER
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, TRACKER
 from tests.bridge.conversions import contents, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen2, write_qwen3
 from tests.damage import UNUSABLE
@@ -101,7 +100,7 @@ def test_a_bad_checkpoint_is_refused(
     checkpoint: Path, tmp_path: Path, bad: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of an earlier version, which wrote no checksums."""
-    (checkpoint / "release" / checksums.FILE).unlink()
+    (checkpoint / "release" / CHECKSUMS).unlink()
     out = tmp_path / "out"
     assert to_hf(checkpoint, out) == 0
     assert "has no checksums.json, as its writer left one" in capsys.readouterr().err
@@ -121,7 +120,7 @@ def test_a_bad_checkpoint_is_refused(
 SHARDS = "__0_0.distcp"
 READ = {
     "a directory": ("HF", to_megatron, "source", {LAST: LAST}),
-    "a checkpoint": ("CKPT", to_hf, "checkpoint/release", {n: n for n in (METADATA, SHARDS, checksums.FILE)}),
+    "a checkpoint": ("CKPT", to_hf, "checkpoint/release", {n: n for n in (METADATA, SHARDS, CHECKSUMS)}),
     "a checkpoint of an earlier version": (
         "CKPT",
         to_hf,
@@ -138,11 +137,11 @@ def test_a_damaged_file_is_named_and_nothing_is_written(
     read: str, damage: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setting, convert, place, files = READ[read]
-    if checksums.FILE not in files:
-        (tmp_path / "checkpoint/release" / checksums.FILE).unlink()
+    if CHECKSUMS not in files:
+        (tmp_path / "checkpoint/release" / CHECKSUMS).unlink()
     origin = (tmp_path / place).parent if convert is to_hf else tmp_path / place
     for name, said in files.items():
-        if (name, damage) == (checksums.FILE, "missing"):  # as of an earlier version
+        if (name, damage) == (CHECKSUMS, "missing"):  # as of an earlier version
             continue
         shutil.copytree(tmp_path / place, tmp_path / "whole")
         UNUSABLE[damage](tmp_path / place / name, random.Random(damage))

@@ -14,7 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_dppo.bridge import checksums, convert, convert_commands
+from megatron_dppo.bridge import convert, convert_commands
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS
 from megatron_dppo.bridge.chunks import Chunk
 from megatron_dppo.bridge.convert import compare_logits, compare_tensors, logits_dtype, stored_chunks
 from megatron_dppo.bridge.mapping import entries, expected_tensors
@@ -51,7 +52,7 @@ def test_a_flipped_bit_in_either_form_is_found(tmp_path: Path, name: str, which:
     digest = compare(tmp_path / "source", checkpoint)
     found = f"--verify = {re.escape(name)}: differs between the two forms"
     if which == "checkpoint without checksums":
-        (checkpoint / checksums.FILE).unlink()
+        (checkpoint / CHECKSUMS).unlink()
     if which == "checkpoint":
         found = r"CKPT = .*/release: __0_\d.distcp is damaged: bytes .* are not what was written"
     if which != "directory":

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.compress.calibration import Batch, batches
 from megatron_dppo.data.prompts import WorkedAnswer
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 

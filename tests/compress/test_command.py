@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.cli import main
 from megatron_dppo.compress.calibration import read_sequences
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.models.shape import read_shape
 from tests.bridge.directories import Sizes, write_qwen2
 from tests.policies import write_policy

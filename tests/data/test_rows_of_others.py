@@ -23,8 +23,8 @@ from megatron_dppo.data import stored
 from megatron_dppo.data.prompts import load_prompts, load_worked_answers
 from megatron_dppo.data.rows import DEEPEST
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_dppo.data.vocabulary import train_bpe
 from megatron_dppo.errors import UserError
+from megatron_dppo.init import train_bpe
 from megatron_dppo.rl.types import Prompt
 
 USER = {"role": "user", "content": "Hi"}

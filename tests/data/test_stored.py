@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_dppo.config import DataConfig
-from megatron_dppo.config.data import SourceConfig
+from megatron_dppo.config.rollout import SourceConfig
 from megatron_dppo.data import prompts, stored
 from megatron_dppo.data.examples import sources_of
 from megatron_dppo.data.prompts import LabelCheck, PromptPool, load_prompts, load_worked_answers

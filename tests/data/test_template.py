@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.data.template import check_template
+from megatron_dppo.data.tokenizer import check_template
 from megatron_dppo.errors import UserError
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.turns import Again, NothingLeftError, OtherAnswerError, Turns, TurnsError
-from megatron_dppo.data.vocabulary import CHAT_TEMPLATE, character_tokenizer, write_tokenizer
+from megatron_dppo.init import CHAT_TEMPLATE, character_tokenizer, write_tokenizer
 
 ASKED = [{"role": "system", "content": "a game"}, {"role": "user", "content": "guess"}]
 MORE = {"role": "user", "content": "more"}

@@ -19,8 +19,8 @@ from megatron_dppo.data.generators import check_environment
 from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.turns import NothingLeftError, OtherAnswerError
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers, Scored
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan

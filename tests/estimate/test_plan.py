@@ -23,7 +23,7 @@ from megatron_dppo.estimate.search import nodes_of, with_settings
 from megatron_dppo.estimate.workload import Lengths, Setup, Work, place, work_of
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.disk import size_text
+from megatron_dppo.trainer.preflight import size_text
 
 ROOT = Path(__file__).parents[2]
 LARGE = str(ROOT / "configs" / "qwen3_32b_dppo.yaml")

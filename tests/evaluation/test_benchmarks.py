@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_dppo.data.vocabulary import train_bpe, write_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import (
     BENCHMARKS,
@@ -23,6 +22,7 @@ from megatron_dppo.evaluation.benchmarks import (
     sources,
 )
 from megatron_dppo.evaluation.evaluator import by_name, held_out
+from megatron_dppo.init import train_bpe, write_tokenizer
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.settings import load_config

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_dppo.config import Config, EvalConfig, RewardConfig, RolloutConfig
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.evaluation.evaluator import EvalAnswers, EvalProblem, Evaluator, Pair, vote, votes
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.models.layer_specs import transformer_engine_installed
-from megatron_dppo.models.optimizer_state import optimizer_parts
+from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.trainer.checkpoint import Checkpoints

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo import cli
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
-from megatron_dppo.init import write_model
+from megatron_dppo.init import character_tokenizer, write_model, write_tokenizer
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.cli import main
-from megatron_dppo.launch.job_script import JOB
+from megatron_dppo.launch.job import JOB
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs/qwen3_32b_dppo.yaml")

@@ -14,7 +14,7 @@ import torch
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import transformer_engine_installed
-from megatron_dppo.models.optimizer_state import optimizer_parts
+from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests import fused_adam
 from tests.policies import write_policy

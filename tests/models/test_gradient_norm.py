@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
-from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.config.run import LoraConfig
 from megatron_dppo.models import actor
-from megatron_dppo.models.gradient_norm import gradient_squares
+from megatron_dppo.models.optimizer import gradient_squares
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool

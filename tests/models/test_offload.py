@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.models import actor
-from megatron_dppo.models.optimizer_state import OffloadedState
+from megatron_dppo.models.optimizer import OffloadedState
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.models.test_actor import configure, learned
 from tests.policies import write_policy

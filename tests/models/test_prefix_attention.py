@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from megatron_dppo.models import prefix_attention
 from megatron_dppo.models.context import held_positions
-from megatron_dppo.models.prefix_attention import rounds_of
-from megatron_dppo.models.stretches import FlashOnCpu, OneByOne, Written
+from megatron_dppo.models.prefix_attention import FlashOnCpu, OneByOne, Written, rounds_of
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Pack
 

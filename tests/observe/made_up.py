@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pruning.metrics import census
-from megatron_dppo.rl.pruning.minibatch import prune_minibatch
+from megatron_dppo.rl.pruning.draw import census, prune_minibatch
 from tests.rl.steps import step_config, step_metadata
 
 Row = dict[str, float]

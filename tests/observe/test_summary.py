@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.observe.console import Console
-from megatron_dppo.observe.metrics import MetricsLog
-from megatron_dppo.observe.summary import print_summary, summarise, write_summary
+from megatron_dppo.observe.metrics import MetricsLog, print_summary, summarise, write_summary
 from tests.observe.made_up import made_up_rows
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dppo.estimate.memory import parameters_of
 from megatron_dppo.models.shape import PUBLISHED
-from megatron_dppo.observe.usage import Usage
+from megatron_dppo.observe.timers import Usage
 from tests.rollout.scripted import as_ranks
 
 SHAPE = PUBLISHED["qwen3-0.6b"]

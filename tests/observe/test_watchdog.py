@@ -20,7 +20,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Heartbeat, Watchdog, late_ranks
 from megatron_dppo.parallel.world import initialize
-from megatron_dppo.process.progress import moved
+from megatron_dppo.process.streams import moved
 from tests.ranks import RankPool
 
 LATE_S = 0.4

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_dppo.config import LayoutConfig
-from megatron_dppo.models.optimizer_state import prepare_adam_state
+from megatron_dppo.models.optimizer import prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.parallel import without_cuda
 from megatron_dppo.trainer.shard_writer import ShardWriter

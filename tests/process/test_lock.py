@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.process import lock
-from megatron_dppo.process.lock import HOLDER, LOCK, FolderLock, refuse_if_held
+from megatron_dppo.process import files
+from megatron_dppo.process.files import HOLDER, LOCK, FolderLock, refuse_if_held
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from megatron_dppo.process.lock import FolderLock
+from megatron_dppo.process.files import FolderLock
 held = FolderLock(Path(sys.argv[1]), "run.dir")
 if "fork" in sys.argv and os.fork() == 0:
     os.write(1, f"{os.getpid()}\\n".encode())
@@ -52,7 +52,7 @@ def another(folder: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], 
 def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
     with another(tmp_path) as (process, _):
         before = sorted(tmp_path.iterdir())
-        for take in (lambda: FolderLock(tmp_path, "run.dir"), lambda: refuse_if_held(tmp_path, "run.dir")):
+        for take in (lambda: FolderLock(tmp_path, "run.dir"), lambda: refuse_if_held(tmp_path)):
             with pytest.raises(UserError, match=f"process {process.pid} on .*, since 20") as caught:
                 take()
             assert caught.value.setting == "run.dir"
@@ -60,7 +60,7 @@ def test_a_second_writer_is_refused_and_told_who_the_first_is(tmp_path: Path) ->
     with closing(FolderLock(tmp_path, "run.dir")):  # the other one was killed
         assert json.loads((tmp_path / HOLDER).read_text())["pid"] == os.getpid()
     assert [file.name for file in tmp_path.iterdir()] == [LOCK]
-    refuse_if_held(tmp_path, "run.dir")
+    refuse_if_held(tmp_path)
 
 
 def test_a_child_that_outlives_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
@@ -104,14 +104,14 @@ def of_another_host(folder: Path, *, seconds_ago: float) -> None:
 
 
 def test_what_a_dead_host_left_is_recognised_at_once_when_it_is_old(tmp_path: Path) -> None:
-    of_another_host(tmp_path, seconds_ago=lock.LEASE_S + 5)
+    of_another_host(tmp_path, seconds_ago=files.LEASE_S + 5)
     began = time.monotonic()
     FolderLock(tmp_path, "run.dir").close()
-    assert time.monotonic() - began < lock.LEASE_S / 4
+    assert time.monotonic() - began < files.LEASE_S / 4
 
 
 def test_of_a_fresh_record_another_sign_of_life_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LEASE_S", 1.5)
+    monkeypatch.setattr(files, "LEASE_S", 1.5)
     said: list[str] = []
     of_another_host(tmp_path, seconds_ago=0.0)
     began = time.monotonic()
@@ -128,7 +128,7 @@ def test_of_a_fresh_record_another_sign_of_life_is_awaited(tmp_path: Path, monke
 
 
 def test_a_holder_that_another_has_replaced_learns_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(files, "BEAT_S", 0.05)
     with closing(FolderLock(tmp_path, "run.dir")) as held:
         held.check()
         written = (tmp_path / HOLDER).stat().st_mtime_ns

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from megatron_dppo.process.progress import Unit, progress
+from megatron_dppo.process.streams import Unit, progress
 
 BAR = """
-from megatron_dppo.process.progress import progress_bar
+from megatron_dppo.process.streams import progress_bar
 with progress_bar("problems", 4, done=1) as advance, progress_bar("others", 1, shown=False) as silent:
     print(advance is None, silent is None)
     if advance:
@@ -59,7 +59,7 @@ def test_elsewhere_lines_say_how_far_it_is(
     unit: Unit, total: float, steps: tuple[float, ...], lines: list[str],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("megatron_dppo.process.progress.SAY_EVERY_S", 0.0)
+    monkeypatch.setattr("megatron_dppo.process.streams.SAY_EVERY_S", 0.0)
     with progress("work", total, unit=unit) as advance, progress("others'", 1, shown=False) as silent:
         for step in steps:
             advance(step, "well")
@@ -72,7 +72,7 @@ def test_elsewhere_lines_say_how_far_it_is(
 
 
 def test_what_is_to_do_may_become_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("megatron_dppo.process.progress.SAY_EVERY_S", 0.0)
+    monkeypatch.setattr("megatron_dppo.process.streams.SAY_EVERY_S", 0.0)
     with progress("work", 2) as advance:
         advance(0, to_do=2)
         advance(4)
@@ -83,7 +83,7 @@ def test_what_is_to_do_may_become_more(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_what_was_done_at_the_start_takes_no_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_dppo.process.progress.SAY_EVERY_S", 0.0)
+    monkeypatch.setattr("megatron_dppo.process.streams.SAY_EVERY_S", 0.0)
     with progress("work", 1000, done=999) as advance:
         time.sleep(0.1)
         advance(0.1)

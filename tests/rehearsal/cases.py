@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
-from megatron_dppo.config.model import LoraConfig
+from megatron_dppo.config.run import LoraConfig
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import write_policy
 from tests.steps import config_for

@@ -17,8 +17,7 @@ from megatron_dppo.cli import main
 from megatron_dppo.config import CompletionPruningConfig, PruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.console import Console
-from megatron_dppo.observe.metrics import read_metrics
-from megatron_dppo.observe.summary import print_summary, summarise
+from megatron_dppo.observe.metrics import print_summary, read_metrics, summarise
 from megatron_dppo.report.page import page, report
 from megatron_dppo.report.parts import Plots
 from megatron_dppo.report.plot import line_plot

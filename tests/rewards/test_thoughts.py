@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from megatron_dppo.config import RewardConfig
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.functions import exact_score, resolve
 from megatron_dppo.rewards.math.completion import THINKING_TAGS, after_thoughts

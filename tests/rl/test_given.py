@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.rl.given import as_logprobs, as_mask, as_number, as_truth
+from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth
 
 HALVES = [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor(0.5, dtype=torch.bfloat16),
           Decimal("0.5"), Fraction(1, 2)]  # fmt: skip

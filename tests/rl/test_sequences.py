@@ -92,8 +92,7 @@ def test_over_all_draws_the_gradient_is_that_of_all_sequences(loss: str, monkeyp
 
 
 def plan_advantages(metadata: StepMetadata, config: Config) -> np.ndarray:
-    from megatron_dppo.rl.advantages import advantages_of_segments
-    from megatron_dppo.rl.objectives import objective_for
+    from megatron_dppo.rl.objectives import advantages_of_segments, objective_for
 
     return advantages_of_segments(metadata, config, objective_for(config.loss))[..., 0]
 

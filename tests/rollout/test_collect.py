@@ -13,8 +13,8 @@ import pytest
 from megatron_dppo.config import BranchConfig, Config, LossConfig, RunConfig, TreeConfig, replace
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
 from megatron_dppo.errors import UserError
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, RoutingShape, Score, Selection, StepMetadata, VersionSpan

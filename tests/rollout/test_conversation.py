@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.rl.sequences import sequences
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import Turn, completed, joined

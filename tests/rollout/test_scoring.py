@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.scoring import GroupScoring

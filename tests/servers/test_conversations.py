@@ -20,8 +20,7 @@ import pytest
 
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.loading import load_function
-from megatron_dppo.plugins.slime import Sample
+from megatron_dppo.plugins import Sample, load_function
 from megatron_dppo.rl.types import Prompt, VersionSpan
 from megatron_dppo.rollout.conversation_functions import conversation_of
 from megatron_dppo.rollout.engine import Sampling

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.config import Config, ModelConfig, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins.slime import Sample
+from megatron_dppo.plugins import Sample
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.conversation_checks import UnusableError
 from megatron_dppo.rollout.conversation_functions import _sampling_params, completion_of_samples, conversation_of

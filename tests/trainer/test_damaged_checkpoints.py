@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.bridge import checksums
-from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA, TRACKER, latest_step
-from megatron_dppo.bridge.checksums import Checksums
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, FORMAT, METADATA, TRACKER, Block, Checksums, latest_step
 from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON
 from megatron_dppo.config import Config, LayoutConfig, replace
@@ -81,13 +79,13 @@ def test_whatever_a_file_has_become_a_run_is_refused_with_its_name_or_goes_on_as
     configs.append(earlier)
     names = [path.name for path in newest(config).iterdir()]
     data = {name for name in names if name.endswith(".distcp")}  # Megatron-Core writes two files, from 0.19 on one
-    assert data and {FORMAT, METADATA, COMMON, STATE, checksums.FILE} == {*names} - data
-    for name in sorted({*names, TRACKER} - ({checksums.FILE} if not checked else set())):
+    assert data and {FORMAT, METADATA, COMMON, STATE, CHECKSUMS} == {*names} - data
+    for name in sorted({*names, TRACKER} - ({CHECKSUMS} if not checked else set())):
         for damage in DAMAGE:
             for _ in range(3 if damage in ("flipped", "truncated") else 1):
                 ours = copied(config, tmp_path / str(len(cases)))
                 if not checked:
-                    (newest(ours) / checksums.FILE).unlink()
+                    (newest(ours) / CHECKSUMS).unlink()
                 file = Path(ours.run.dir) / "checkpoints" / TRACKER if name == TRACKER else newest(ours) / name
                 DAMAGE[damage](file, rng)
                 cases.append((name, damage))
@@ -216,11 +214,11 @@ def test_no_checkpoint_gets_anything_run(
         runs[where] = copied(config, tmp_path / where)
         place = newest(runs[where])
         plant(place, mark)
-        (place / checksums.FILE).unlink()
+        (place / CHECKSUMS).unlink()
         if checked:  # whoever plants one can count as well
             Checksums(place, blocks_of_shards(place) if where in AMONG_SHARDS else {}).write()
     for (where, _), (said, weights) in zip(runs.items(), ranks.run(1, load, [*runs.values()])[0], strict=True):
-        refusal = MALICE[where][1] if checked else checksums.FILE  # a run does not resume without
+        refusal = MALICE[where][1] if checked else CHECKSUMS  # a run does not resume without
         assert weights is None and refusal in said, (where, said)
     starts = {
         where: replace(ours, model=replace(ours.model, checkpoint=str(newest(ours))))
@@ -236,7 +234,7 @@ def test_no_checkpoint_gets_anything_run(
     assert not mark.exists()
 
 
-def blocks_of_shards(place: Path) -> dict[str, list[checksums.Block]]:
+def blocks_of_shards(place: Path) -> dict[str, list[Block]]:
     stored = read_metadata(place).storage_data.values()
     offsets = {
         file: {0, *(p.offset for p in stored if p.relative_path == file.name)} for file in place.glob("*.distcp")
@@ -244,9 +242,9 @@ def blocks_of_shards(place: Path) -> dict[str, list[checksums.Block]]:
     return {file.name: blocks_of(file, sorted(starts)) for file, starts in offsets.items()}
 
 
-def blocks_of(file: Path, starts: list[int]) -> list[checksums.Block]:
+def blocks_of(file: Path, starts: list[int]) -> list[Block]:
     data, ends = file.read_bytes(), [*starts[1:], file.stat().st_size]
-    return [checksums.Block(end, zlib.crc32(data[start:end])) for start, end in zip(starts, ends, strict=True)]
+    return [Block(end, zlib.crc32(data[start:end])) for start, end in zip(starts, ends, strict=True)]
 
 
 def test_an_index_cannot_change_what_torch_is_made_of(tmp_path: Path) -> None:

@@ -15,12 +15,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.api import _with_functions
-from megatron_dppo.bridge.checksums import Checksums
-from megatron_dppo.bridge.fingerprint import SAMPLE_BYTES, SAMPLES, weight_digests
+from megatron_dppo.bridge.checkpoint_folder import Checksums
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.fingerprints import fingerprints, functions_without_text
+from megatron_dppo.trainer.fingerprints import (
+    SAMPLE_BYTES,
+    SAMPLES,
+    fingerprints,
+    functions_without_text,
+    weight_digests,
+)
 from megatron_dppo.trainer.resume import check_resume, record, same_prompts
 from megatron_dppo.trainer.writer import FILES, Writer, write_state
 from tests.policies import write_policy

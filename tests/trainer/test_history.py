@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.bridge.checksums import FILE, Checksums
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, Checksums
 from megatron_dppo.config import replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config, settings
@@ -72,7 +72,7 @@ def test_a_run_does_not_resume_where_its_checksums_were_removed(tmp_path: Path) 
     record(tmp_path, 0, load_config(None, words(tmp_path)))
     with_checkpoint(tmp_path, 3)
     check_resume(load_config(None, words(tmp_path)))
-    (tmp_path / "checkpoints" / "iter_0000003" / FILE).unlink()
+    (tmp_path / "checkpoints" / "iter_0000003" / CHECKSUMS).unlink()
     with pytest.raises(UserError, match=r"checksums\.json is missing"):
         check_resume(load_config(None, words(tmp_path)))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.idle_settings import idle_settings
+from megatron_dppo.trainer.run_logger import idle_settings
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, iteration_name
-from megatron_dppo.bridge.checksums import Checksums
+from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, Checksums, iteration_name
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.disk import OVERHEAD, disk_needed
-from megatron_dppo.trainer.preflight import check_config, preflight
+from megatron_dppo.trainer.preflight import OVERHEAD, check_config, disk_needed, preflight
 from megatron_dppo.trainer.writer import STATE, Writer, read_state, write_state
 from tests.bridge.directories import Sizes, write_qwen3_moe
 

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_dppo.cli import main
 from megatron_dppo.data import stored
-from megatron_dppo.process.stop import SAVED
+from megatron_dppo.process.lifetime import SAVED
 from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.commands import Command
 

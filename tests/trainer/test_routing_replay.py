@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
-from megatron_dppo.data.vocabulary import character_tokenizer, write_tokenizer
+from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.models.routing import REPLACED
 from megatron_dppo.rl.types import Group
 from tests.bridge.directories import Sizes, write_qwen3_moe

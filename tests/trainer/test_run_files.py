@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.evaluate import HeldOutScores, ShownAnswer
+from megatron_dppo.evaluation.evaluator import HeldOutScores, ShownAnswer
 from megatron_dppo.launch.rank import rank_main
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.run_logger import RunLogger

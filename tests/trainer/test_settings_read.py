@@ -16,7 +16,7 @@ from megatron_dppo.config.types import Section
 from megatron_dppo.settings import load_config, settings
 from megatron_dppo.sft import sft
 from megatron_dppo.train import train
-from megatron_dppo.trainer.idle_settings import idle_settings
+from megatron_dppo.trainer.run_logger import idle_settings
 from tests.ranks import RankPool
 from tests.runs import write_run
 
@@ -75,7 +75,8 @@ def engine(path, *, device, dtype, world):
     return LocalEngine(path, device=device, dtype=dtype, max_batch=64, world=world)
 """
 SectionT = TypeVar("SectionT", bound=Section)
-NOT_THE_RUNS = ("trainer/preflight.py", "trainer/resume.py", "trainer/fingerprints.py", "trainer/idle_settings.py")
+NOT_THE_RUNS = ("trainer/preflight.py", "trainer/resume.py", "trainer/fingerprints.py")
+"""Files whose reads, like those of ``idle_settings``, are no reads of the run."""
 
 
 class Reads:
@@ -95,7 +96,8 @@ class Reads:
     def add(self, section: Section, name: str) -> None:
         frame = sys._getframe(2)
         while frame is not None:
-            if frame.f_code.co_filename.endswith(NOT_THE_RUNS):
+            code = frame.f_code
+            if code.co_filename.endswith(NOT_THE_RUNS) or code.co_name == idle_settings.__name__:
                 return
             frame = frame.f_back
         prefixes = [place for known, place in self._places.values() if known is section]

@@ -1,4 +1,4 @@
-"""The table of families: each file of this folder has one, as ``FAMILY``."""
+"""The table of families: all that the files of this folder define."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from megatron_dppo.models.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
-    for family in (import_module(f"{__name__}.{file.name}").FAMILY for file in iter_modules(__path__))
+    for file in iter_modules(__path__)
+    for family in vars(import_module(f"{__name__}.{file.name}")).values()
+    if isinstance(family, Family)
 }
 """Families by the architecture that config.json names."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
-from megatron_dppo.rl.rounding import without_rounding
+from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rl.pruning.prompt_table import PromptTable
+from megatron_dppo.rl.pruning.history import PromptTable
 from megatron_dppo.rl.types import Floats, Ints
 
 INTERCEPT_KEPT = 0.97

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from megatron_dppo.config import Config, exclusions, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
-from megatron_dppo.process import stop
+from megatron_dppo.process import lifetime
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import SECRET, server_urls, spec_of
@@ -40,7 +40,7 @@ def serve(config: Config, environ: Mapping[str, str] = os.environ) -> int:
         UserError: for settings that are wrong, and if the server ends or takes too long before it can generate.
     """
     process = task_server(config, environ)
-    stop.listen()  # it is the trainer's to answer
+    lifetime.listen_for_stop()  # it is the trainer's to answer
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
     http = Http()

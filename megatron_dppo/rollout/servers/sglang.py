@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_dppo.config import Config, LoraConfig
-from megatron_dppo.rl.given import as_logprobs
+from megatron_dppo.rl.numbers import as_logprobs
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
     INCOMPLETE,

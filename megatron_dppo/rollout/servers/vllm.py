@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import Config, LoraConfig
-from megatron_dppo.rl.given import as_logprobs
+from megatron_dppo.rl.numbers import as_logprobs
 from megatron_dppo.rollout.servers.client import (
     ADAPTER,
     CONTROL_S,

@@ -7,10 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.census import PruningStats
-from megatron_dppo.rl.pruning.features import PromptFeatures
-from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptForecast, beta_log_likelihood
+from megatron_dppo.rl.objectives import group_advantages
+from megatron_dppo.rl.pruning.forecast import (
+    Outcomes,
+    PredictorMetrics,
+    PromptFeatures,
+    PromptForecast,
+    beta_log_likelihood,
+)
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
 from tests.rl.steps import made_up_pool

@@ -14,8 +14,7 @@ import pytest
 from megatron_dppo.rl.census import Cell
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
-from megatron_dppo.rl.pruning.metrics import census, gradient_noise, left_out, prune_metrics
-from megatron_dppo.rl.pruning.minibatch import PruningDraw, prune_minibatch
+from megatron_dppo.rl.pruning.draw import PruningDraw, census, gradient_noise, left_out, prune_metrics, prune_minibatch
 from megatron_dppo.rl.types import StepMetadata
 from tests.rl.steps import step_config, step_metadata
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.rl.pruning.prompt_table import PromptTable
+from megatron_dppo.rl.pruning.history import PromptTable
 
 UNSEEN = {"one": 0.5, "other": math.nan}
 IDS = st.lists(st.integers(0, 60), max_size=12, unique=True)

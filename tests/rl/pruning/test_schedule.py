@@ -13,7 +13,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import plan_step
-from megatron_dppo.rl.pruning.minibatch import completion_candidates, prune_minibatch
+from megatron_dppo.rl.pruning.draw import completion_candidates, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import inflation, next_round, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator

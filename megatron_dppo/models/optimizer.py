@@ -1,7 +1,7 @@
-"""The optimizer's state: Adam's is made before the first step and restored where it lies, and it may wait on the host.
+"""The optimizer beyond Megatron's own: the gradient's norm without a host wait, and Adam's state on device or host.
 
 Adam creates its state lazily. The distributed optimizer can neither describe it for a checkpoint nor load it before it
-exists.
+exists. So it is made before the first step and restored where it lies.
 
 Megatron's own offload moves tensor by tensor through memory that CUDA has to stage: each copy waits for the one before.
 Here one pinned buffer holds all of a rank's state for the whole run. Copies are queued on the current stream, and
@@ -16,9 +16,44 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier
 
 from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
+
+
+def gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
+    """Squares of the gradient's norm, fp32 on the device, to be summed. Collective.
+
+    This is ``get_grad_norm`` of Megatron-Core without its host wait. Parameters that ranks share count once.
+
+    Args:
+        optimizer: from ``get_megatron_optimizer``, after ``prepare_grads``.
+        device: of the gradients.
+
+    Returns:
+        [1], or [n] if the n chained optimizers sum over different groups of ranks.
+    """
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    one_group = len(parts) == 1 or optimizer.grads_states_parallel_group_is_shared()
+    squares = []
+    for some in [parts] if one_group else [[part] for part in parts]:
+        gradients = [gradient for part in some for gradient in _counted_once(part)]
+        square = torch.zeros(1, device=device)
+        if gradients:
+            overflow = torch.zeros(1, dtype=torch.int, device=device)
+            norm, _ = multi_tensor_applier(l2_norm_impl, overflow, [gradients], False)
+            square = norm**2.0
+        dist.all_reduce(square, group=some[0].get_grad_stats_parallel_group())
+        squares.append(square)
+    return torch.cat(squares)
+
+
+def _counted_once(part: Any) -> list[torch.Tensor]:
+    """Gradients of one optimizer, without copies of those that another rank counts."""
+    newer = getattr(part, "get_grads_for_grad_norm", None)  # its name from megatron-core 0.19 on
+    return newer() if newer else part.get_main_grads_for_grad_norm()
 
 
 def prepare_adam_state(optimizer: Any) -> None:
