@@ -329,7 +329,7 @@ class RolloutConfig(Section):
     roles: tuple[str, ...] = ()
     """Roles in which the policy speaks in rollout.conversation, such as ``[solver, critic]``. Each of its turns says
     which, and reward.function gives each role a reward, whose baseline is that role's alone. Biased where they differ:
-    see ``rl/objectives.py``. Empty: a conversation has one reward."""
+    see ``rl/advantages.py``. Empty: a conversation has one reward."""
     custom_generate: str | None = None
     """slime's ``async custom_generate(args, sample, sampling_params)``, in the place of rollout.conversation: it speaks
     to an SGLang server."""

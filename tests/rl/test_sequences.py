@@ -10,6 +10,8 @@ import pytest
 from megatron_dppo.config import Config, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.advantages import advantages_of_segments
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import gather_metadata, plan_step
 from megatron_dppo.rl.sequences import check_sequences, further_lengths, longest_response, spoken
 from megatron_dppo.rl.types import Completion, Prompt, StepMetadata, StepPlan, VersionSpan
@@ -92,8 +94,6 @@ def test_over_all_draws_the_gradient_is_that_of_all_sequences(loss: str, monkeyp
 
 
 def plan_advantages(metadata: StepMetadata, config: Config) -> np.ndarray:
-    from megatron_dppo.rl.objectives import advantages_of_segments, objective_for
-
     return advantages_of_segments(metadata, config, objective_for(config.loss))[..., 0]
 
 
