@@ -30,9 +30,8 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned
 from megatron_dppo.rl.types import StepPlan
-from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import staleness
-from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts, read_in_flight, write_in_flight
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints

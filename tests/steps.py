@@ -22,7 +22,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize
-from megatron_dppo.rl.families import LEAST_SHARED, shared_lengths
+from megatron_dppo.rl.pack import LEAST_SHARED, shared_lengths
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan, no_segments

@@ -161,9 +161,10 @@ class Evaluator:
         samples, temperature = self._config.eval.samples, temperature_of(self._config)
         mine = range(self._world.rank, len(problems), self._world.size)
         indices = {v: [i for i in mine if problems[i].verifier == v] for v in self._collectors}
+        prompts = {verifier: [problems[i].prompt for i in each] for verifier, each in indices.items()}
         asked = {
             verifier: collector.ask(
-                [problems[i].prompt for i in indices[verifier]],
+                prompts[verifier],
                 samples=samples,
                 temperature=temperature,
                 seed=self._seed,
@@ -172,7 +173,7 @@ class Evaluator:
         }
         shares: list[tuple[list[int], EvalAnswers]] = []
         for verifier, collector in self._collectors.items():
-            answers = collector.answers(asked[verifier], of_all=of_all)
+            answers = collector.answers(prompts[verifier], asked[verifier], of_all=of_all)
             share = self._share(indices[verifier], answers, verifier, keep)
             shares += self._world.gather((indices[verifier], share))
         given = {

@@ -19,64 +19,18 @@ from megatron_dppo.rl.types import (
     Group,
     Ints,
     MinibatchPlan,
-    Routing,
     RoutingShape,
     TrainingSamples,
     unknown_expert,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingWanted:
-    """Which part of the completions' routing each rank gets: the layers of its pipeline stage.
-
-        RoutingWanted(RoutingShape(layers=4, per_token=2, experts=8), layers=([0, 1], [2, 3]))
-
-    are two stages. A token's routing takes four bytes to each. The lists stand for arrays.
-    """
-
-    shape: RoutingShape
-    layers: Sequence[Ints]
-    """By rank: its layers, counted from 0 over the whole policy, ascending."""
-
-    def rows(self, samples: TrainingSamples, k: int) -> int:
-        """Tokens of a sample that have a routing: all but the last, which no engine reads."""
-        return int(samples.prompt_length[k] + samples.response_length[k]) - 1
-
-    def words(self, samples: TrainingSamples, k: int, rank: int) -> int:
-        """Length of a sample's routing for a rank, in int32."""
-        values = self.rows(samples, k) * len(self.layers[rank]) * self.shape.per_token
-        return -(-values * self.shape.dtype.itemsize // 4)
-
-    def encode(self, samples: TrainingSamples, k: int, rank: int, completion: Completion) -> np.ndarray:
-        if completion.routing is None:
-            raise ValueError("a completion without routing is to be trained on with loss.replay_routing = rollout")
-        shape, dtype, rows = self.shape, self.shape.dtype, self.rows(samples, k)
-        table = np.full((rows, len(self.layers[rank]), shape.per_token), unknown_expert(dtype), dtype)
-        known = completion.routing[:rows, self.layers[rank]]
-        table[: len(known)] = known
-        flat = table.view(np.uint8).ravel()
-        return np.pad(flat, (0, -len(flat) % 4)).view(np.int32)
-
-    def decode(self, samples: TrainingSamples, k: int, rank: int, words: np.ndarray) -> Routing:
-        shape = (self.rows(samples, k), len(self.layers[rank]), self.shape.per_token)
-        return words.view(self.shape.dtype)[: math.prod(shape)].reshape(shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """The training samples that one rank sends to another, in the order in which the receiver trains on them."""
-
-    samples: list[int]
-    words: int
-    """Length of their encoding, in int32."""
-
-
 def deliver(
     world: World,
     plan: MinibatchPlan,
     held: Mapping[int, Group],
-    routing: RoutingWanted | None = None,
+    routing: RoutingShape | None = None,
+    layers: Sequence[Ints] = (),
     *,
     taught: bool = False,
 ) -> list[list[TrainingSample]]:
@@ -90,50 +44,48 @@ def deliver(
         world: this rank's place.
         plan: the same on every rank.
         held: the groups that this rank generated, by their index in the step's metadata.
-        routing: what of their routing goes to which rank; None: nothing.
+        routing: shape of the routing that goes along; None: none does.
+        layers: by rank, those whose routing it gets, ascending: the layers of its pipeline stage.
         taught: whether servers teach, so that what they said of tokens goes along; NaN where they do not.
 
     Returns:
         The samples of each pack that this rank trains on, in the plan's order.
     """
-    way = _Encoding(plan.samples, routing, taught)
-    mine = [k for pack in plan.packs[world.dp_rank] for k in pack]
-    outgoing = [
-        way.route(world.rank, [k for pack in plan.packs[d] for k in pack], to) for to, d in enumerate(world.replica_of)
-    ]
-    incoming = [way.route(source, mine, world.rank) for source in range(world.size)]
-    parts = [part for to, route in enumerate(outgoing) for k in route.samples for part in way.encode(k, held, to)]
+    way = _Encoding(plan.samples, routing, layers, taught)
+    packs = [[k for pack in plan.packs[replica] for k in pack] for replica in world.replica_of]
+    outgoing = [way.owned(wanted, world.rank) for wanted in packs]
+    incoming = [way.owned(packs[world.rank], source) for source in range(world.size)]
+    parts = [part for to, samples in enumerate(outgoing) for k in samples for part in way.encode(k, held, to)]
     sent = torch.from_numpy(np.concatenate([np.empty(0, np.int32), *parts]))
-    received = torch.empty(sum(route.words for route in incoming), dtype=torch.int32)
+    sizes = [sum(way.ends(k, world.rank)[-1] for k in samples) for samples in incoming]
+    received = torch.empty(sum(sizes), dtype=torch.int32)
     if world.size == 1:
         received = sent
     else:
         dist.all_to_all_single(
             received,
             sent,
-            output_split_sizes=[route.words for route in incoming],
-            input_split_sizes=[route.words for route in outgoing],
+            output_split_sizes=sizes,
+            input_split_sizes=[sum(way.ends(k, to)[-1] for k in samples) for to, samples in enumerate(outgoing)],
             group=world.control,
         )
-    order = [k for route in incoming for k in route.samples]
+    order = [k for samples in incoming for k in samples]
     received_samples = dict(way.decode(order, received.numpy(), world.rank))
     return [[received_samples[k] for k in pack] for pack in plan.packs[world.dp_rank]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoding:
-    """Samples as int32. ``k`` is the number of one."""
+    """Samples as int32. ``k`` is the number of one; the rest as in :func:`deliver`."""
 
     samples: TrainingSamples
-    routing: RoutingWanted | None
+    routing: RoutingShape | None
+    layers: Sequence[Ints]
     taught: bool
 
-    def route(self, source: int, wanted: list[int], to: int) -> _Route:
-        chosen = [k for k in wanted if self.samples.owner[k] == source]
-        words = sum(self._ends(k)[-1] for k in chosen)
-        if self.routing is not None:
-            words += sum(self.routing.words(self.samples, k, to) for k in chosen)
-        return _Route(chosen, words)
+    def owned(self, wanted: Sequence[int], rank: int) -> list[int]:
+        """Those of the wanted samples whose tokens a rank holds."""
+        return [k for k in wanted if self.samples.owner[k] == rank]
 
     def encode(self, k: int, held: Mapping[int, Group], to: int) -> Iterator[np.ndarray]:
         samples, group = self.samples, held[int(self.samples.group[k])]
@@ -144,19 +96,25 @@ class _Encoding:
         yield from (prompt, completion.token_ids[of], logprobs.view(np.int32))
         if self.taught:
             yield (np.full_like(logprobs, np.nan) if known is None else known[of]).view(np.int32)
-        yield np.pad(segments, (0, -len(segments) % 4)).view(np.int32)
+        yield _words(segments)
         if self.routing is not None:
-            yield self.routing.encode(samples, k, to, completion)
+            if completion.routing is None:
+                raise ValueError("a completion without routing is to be trained on with loss.replay_routing = rollout")
+            dtype = self.routing.dtype
+            table = np.full(self._routed(self.routing, k, to), unknown_expert(dtype), dtype)
+            read = completion.routing[: len(table), self.layers[to]]
+            table[: len(read)] = read
+            yield _words(table.view(np.int8).ravel())
 
     def decode(self, order: list[int], words: np.ndarray, rank: int) -> Iterator[tuple[int, TrainingSample]]:
-        samples, routing, position = self.samples, self.routing, 0
+        samples, position = self.samples, 0
         for k in order:
-            a, b, c, d, end = self._ends(k)
+            a, b, c, d, e, end = self.ends(k, rank)
             part, position = words[position : position + end], position + end
-            segments, advantage, table = part[d:].view(np.int8)[: b - a], samples.advantage[k], None
-            if routing is not None:
-                start, position = position, position + routing.words(samples, k, rank)
-                table = routing.decode(samples, k, rank, words[start:position])
+            segments, advantage, table = part[d:e].view(np.int8)[: b - a], samples.advantage[k], None
+            if self.routing is not None:
+                shape = self._routed(self.routing, k, rank)
+                table = part[e:].view(self.routing.dtype)[: math.prod(shape)].reshape(shape)
             sample = TrainingSample(
                 prompt_ids=part[:a],
                 response_ids=part[a:b],
@@ -171,8 +129,21 @@ class _Encoding:
             )
             yield k, sample
 
-    def _ends(self, k: int) -> tuple[int, ...]:
-        """Where the parts of a sample's encoding end, in words: prompt, response, log-probabilities, those of its
-        teacher, loss mask."""
+    def ends(self, k: int, to: int) -> tuple[int, ...]:
+        """Where the parts of a sample's encoding for a rank end, in words: prompt, response, log-probabilities, those
+        of its teacher, loss mask, routing."""
         prompt, response = int(self.samples.prompt_length[k]), int(self.samples.response_length[k])
-        return tuple(accumulate((prompt, response, response, response * self.taught, -(-response // 4))))
+        routing = 0
+        if self.routing is not None:
+            routing = -(-math.prod(self._routed(self.routing, k, to)) * self.routing.dtype.itemsize // 4)
+        return tuple(accumulate((prompt, response, response, response * self.taught, -(-response // 4), routing)))
+
+    def _routed(self, routing: RoutingShape, k: int, to: int) -> tuple[int, int, int]:
+        """Shape of a sample's routing for a rank. No engine reads the last token."""
+        tokens = int(self.samples.prompt_length[k] + self.samples.response_length[k])
+        return tokens - 1, len(self.layers[to]), routing.per_token
+
+
+def _words(values: np.ndarray) -> np.ndarray:
+    """Bytes as int32, the last word filled up."""
+    return np.pad(values, (0, -len(values) % 4)).view(np.int32)

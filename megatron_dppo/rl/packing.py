@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.families import PrefixGroups, cut, single
+from megatron_dppo.rl.pack import PrefixGroups, cut, single
 from megatron_dppo.rl.types import Floats, Ints
 
 GOOD_FILL, GOOD_IMBALANCE = 0.97, 1.05

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, replace
-from megatron_dppo.rl.families import prompts_shared, shared_of_kept
 from megatron_dppo.rl.objectives import Objective, objective_for
+from megatron_dppo.rl.pack import prompts_shared, shared_of_kept
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import rule_named
 from megatron_dppo.rl.pruning.metrics import census, left_out, prune_metrics

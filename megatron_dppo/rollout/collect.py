@@ -27,29 +27,12 @@ from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.sequences import check_sequences, longest_response
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
-from megatron_dppo.rollout.engine import PartialRollouts, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import PartialRollout, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
-from megatron_dppo.rollout.scoring import Failures, GroupScoring, ScoredCompletions, check_failures
-from megatron_dppo.rollout.step_rollouts import CompleteRollouts, Request, StepRollouts
+from megatron_dppo.rollout.scoring import Failures, GroupScoring, ScoredCompletions, check_failures, together
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _RankSummary:
-    """Metadata and counts of one rank's share."""
-
-    metadata: StepMetadata
-    raw_reward: float
-    negative_logprob: float
-    """−Σ log p over all sampled tokens: with one sample per token, an unbiased estimate of their entropy."""
-    unique_tokens: int
-    """Sampled tokens, those that completions of a tree share counted once."""
-    correct: int
-    truncated: int
-    failed_weight: float
-    failed_groups: int
-    failures: Failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +42,14 @@ class RolloutBatch:
 
     groups: Sequence[Group]
     """Groups of this rank."""
-    parts: Sequence[_RankSummary]
-    """Parts of all ranks, in their order."""
-    window: float
-    """The candidates that the round's prompts stand for."""
+    metadata: StepMetadata
+    """Metadata of all ranks."""
+    counts: Sequence[Mapping[str, float]]
+    """Sums over the groups of each rank. ``negative_logprob`` is −Σ log p over all sampled tokens, which estimates
+    their entropy without bias; ``unique_tokens`` counts tokens that completions of a tree share once; ``failed_weight``
+    is Σ 1/π over the prompts whose scoring failed."""
+    failures: Failures
+    """Failures of all ranks."""
 
 
 class Collector:
@@ -92,8 +79,8 @@ class Collector:
         earlier selections of the step."""
         selection, rollout = rollouts.selection, self._config.rollout
         prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine(selection)]]
+        rollouts.prompts = prompts
         if self._offline is not None:
-            rollouts.requested = _offline_answers(prompts, self._offline)
             return rollouts
         rollouts.requested = self.ask(
             prompts,
@@ -108,7 +95,7 @@ class Collector:
 
     def break_off(self, under_way: Sequence[StepRollouts]) -> bool:
         """Break off rollouts, which then know how far they are. False: the engine is to finish them. Collective."""
-        requests = [each.requested.pending for each in under_way if isinstance(each.requested, Request)]
+        requests = [each.requested for each in under_way]
         progress = self._engine.break_off(requests) if requests else None
         for rollouts, so_far in zip(under_way, progress or (), strict=progress is not None):
             rollouts.partial, rollouts.requested = so_far, None
@@ -120,13 +107,12 @@ class Collector:
         Raises:
             UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
         """
-        selection, requested = rollouts.selection, rollouts.requested
-        assert requested is not None
-        total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
-        answers = (
-            self._read(requested) if isinstance(requested, ScoredCompletions) else self.answers(requested, of_all=total)
-        )
-        rollout = self._config.rollout
+        selection, rollout = rollouts.selection, self._config.rollout
+        total = len(selection.prompt_ids) * rollout.samples_per_prompt
+        if self._offline is not None:
+            answers = self._read(_offline_answers(rollouts.prompts, self._offline))
+        else:
+            answers = self.answers(rollouts.prompts, rollouts.requested, of_all=total)
         if rollout.conversation or rollout.custom_generate or rollout.engine_function:  # others make one sequence
             look = partial(check_sequences, self._config, answers.prompts, answers.completions)
             self._world.together(look, what="look at the rollouts' sequences")
@@ -136,22 +122,24 @@ class Collector:
             self._world.together(lambda: self._check_forks(answers), what="look at where the rollouts fork")
         if self._config.rollout.roles:
             self._world.together(lambda: self._check_roles(answers), what="look at the roles' rewards")
-        groups, part = self._share(answers, selection.inclusion[self._mine(selection)])
-        parts = self._world.gather(part)
-        check_failures(self._config.reward, [each.failures for each in parts], total)
-        return RolloutBatch(groups, parts, _window_left(selection.window, parts))
+        groups, metadata, counts = self._share(answers, selection.inclusion[self._mine(selection)])
+        parts, sums, failures = zip(*self._world.gather((metadata, counts, answers.failures)), strict=True)
+        check_failures(self._config.reward, failures, total)
+        window = _window_left(selection.window, parts, sum(each["failed_weight"] for each in sums))
+        return RolloutBatch(groups, gather_metadata(parts, window=window), sums, together(failures))
 
     def collected(self, rounds: Sequence[RolloutBatch]) -> CompleteRollouts:
         """All that a step has rolled out, with its metrics. Not collective."""
         groups = [group for each in rounds for group in each.groups]
-        parts = [part for each in rounds for part in each.parts]
-        metadata = gather_metadata([p.metadata for p in parts], window=sum(each.window for each in rounds))
+        counts = [count for each in rounds for count in each.counts]
+        metadata = gather_metadata([r.metadata for r in rounds], window=sum(r.metadata.window for r in rounds))
         rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
         held = {rows[group.prompt.id]: group for group in groups}
-        notes = dict.fromkeys(text for p in parts for text in p.failures.tracebacks)
-        if any(p.failed_groups for p in parts):
-            notes["groups whose scoring failed left their step; the rest stands for the window"] = None
-        return CompleteRollouts(held, metadata, self._metrics(parts, metadata), tuple(notes))
+        failures = together([each.failures for each in rounds])
+        metrics, notes = self._metrics(counts, failures, metadata), failures.tracebacks
+        if metrics["rollout/dropped_groups"]:
+            notes += ("groups whose scoring failed left their step; the rest stands for the window",)
+        return CompleteRollouts(held, metadata, metrics, notes)
 
     def close(self) -> None:
         """Let go of the servers that teach. Not collective."""
@@ -174,9 +162,10 @@ class Collector:
         seed: int,
         routing: RoutingShape | None = None,
         branches: tuple[BranchConfig, ...] = (),
-        progress: PartialRollouts | None = None,
-    ) -> Request:
-        """Have the engine begin with completions of this rank's prompts (there may be none), or go on with them."""
+        progress: Sequence[PartialRollout] | None = None,
+    ) -> Any:
+        """Have the engine begin with completions of this rank's prompts (there may be none), or go on with them; what
+        it returns is for :meth:`answers`."""
         sampling = Sampling(
             samples=samples,
             max_tokens=self._config.rollout.max_response_tokens,
@@ -187,18 +176,18 @@ class Collector:
             branches=branches,
         )
         if progress is not None:
-            return Request(prompts, self._engine.go_on(prompts, sampling, progress))
-        return Request(prompts, self._engine.begin(prompts, sampling))
+            return self._engine.go_on(prompts, sampling, progress)
+        return self._engine.begin(prompts, sampling)
 
-    def answers(self, asked: Request, *, of_all: int) -> ScoredCompletions:
+    def answers(self, prompts: Sequence[Prompt], pending: Any, *, of_all: int) -> ScoredCompletions:
         """Wait for the completions of this rank's prompts, and have them scored, and read, as they come. Collective.
 
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
         left unscored: :func:`check_failures` is then about to stop the run.
         """
         most_failures = math.floor(self._config.reward.max_failures * of_all)
-        scoring = GroupScoring(self.workers, self._tokenizer, asked.prompts, most_failures)
-        reading = TeacherQuery(self._teachers, asked.prompts)
+        scoring = GroupScoring(self.workers, self._tokenizer, prompts, most_failures)
+        reading = TeacherQuery(self._teachers, prompts)
 
         def look(complete: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
             groups = list(complete)
@@ -206,7 +195,7 @@ class Collector:
             return scoring.look(groups)
 
         try:
-            completions = self._engine.finish(asked.pending, look)
+            completions = self._engine.finish(pending, look)
         except BaseException:
             scoring.abandon()
             reading.abandon()
@@ -247,7 +236,10 @@ class Collector:
             problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
             raise UserError("reward.function", function, problem, "Call roles as they are called there")
 
-    def _share(self, answers: ScoredCompletions, inclusions: Floats) -> tuple[list[Group], _RankSummary]:
+    def _share(
+        self, answers: ScoredCompletions, inclusions: Floats
+    ) -> tuple[list[Group], StepMetadata, dict[str, float]]:
+        """This rank's groups, their metadata, and what is counted of them (see :class:`RolloutBatch`)."""
         rollout = self._config.rollout
         groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
         of_roles: list[Floats] = []
@@ -267,29 +259,19 @@ class Collector:
             if rollout.roles:
                 by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
                 of_roles.append(np.array(by_role) + penalty[:, None])
-        branches = rollout.tree.branches
-        part = _RankSummary(
-            metadata=metadata_of(
-                groups,
-                np.array(inclusion),
-                rollout.samples_per_prompt,
-                rollout.segments,
-                self._world.rank,
-                self._config.loss.distillation,
-                of_roles,
-            ),
-            raw_reward=float(raw),
-            negative_logprob=-float(
-                sum(c.logprobs[c.loss_mask].sum(dtype=np.float64) for g in groups for c in g.completions)
-            ),
-            unique_tokens=sum(unique_tokens(group.completions, branches) for group in groups),
-            correct=correct,
-            truncated=truncated,
-            failed_weight=float(sum(1.0 / pi for pi in failed)),
-            failed_groups=len(failed),
-            failures=answers.failures,
-        )
-        return groups, part
+        shape = rollout.samples_per_prompt, rollout.segments, self._world.rank
+        metadata = metadata_of(groups, np.array(inclusion), *shape, self._config.loss.distillation, of_roles)
+        logprobs = (c.logprobs[c.loss_mask] for g in groups for c in g.completions)
+        counts = {
+            "raw_reward": raw,
+            "negative_logprob": -float(sum(each.sum(dtype=np.float64) for each in logprobs)),
+            "unique_tokens": sum(unique_tokens(group.completions, rollout.tree.branches) for group in groups),
+            "correct": correct,
+            "truncated": truncated,
+            "failed_weight": sum(1.0 / pi for pi in failed),
+            "failed_groups": len(failed),
+        }
+        return groups, metadata, {name: float(value) for name, value in counts.items()}
 
     def _penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
         limit, buffer = self._config.rollout.max_response_tokens, self._config.reward.overlong_buffer
@@ -298,25 +280,28 @@ class Collector:
         lengths = [longest_response(len(prompt.token_ids), completion) for completion in completions]
         return soft_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
-    def _metrics(self, parts: Sequence[_RankSummary], metadata: StepMetadata) -> dict[str, float]:
+    def _metrics(
+        self, counts: Sequence[Mapping[str, float]], failures: Failures, metadata: StepMetadata
+    ) -> dict[str, float]:
+        total = {name: sum(each[name] for each in counts) for name in counts[0]}
         lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
         return {
-            "rollout/raw_reward": sum(p.raw_reward for p in parts) / count,
+            "rollout/raw_reward": total["raw_reward"] / count,
             "rollout/reward": float(metadata.rewards.sum()) / count,
-            "rollout/accuracy": sum(p.correct for p in parts) / count,
+            "rollout/accuracy": total["correct"] / count,
             "rollout/response_len/mean": float(lengths.sum()) / count,
             "rollout/response_len/max": float(lengths.max(initial=0)),
-            "rollout/truncated_ratio": sum(p.truncated for p in parts) / count,
+            "rollout/truncated_ratio": total["truncated"] / count,
             "rollout/zero_std/ratio": (groups - len(mixed(metadata))) / max(groups, 1),
             "rollout/generated_tokens": sampled,
-            "rollout/unique_tokens": float(sum(p.unique_tokens for p in parts)),
-            "rollout/entropy": sum(p.negative_logprob for p in parts) / max(sampled, 1.0),
-            "rollout/dropped_groups": float(sum(p.failed_groups for p in parts)),
+            "rollout/unique_tokens": total["unique_tokens"],
+            "rollout/entropy": total["negative_logprob"] / max(sampled, 1.0),
+            "rollout/dropped_groups": total["failed_groups"],
             **mean_role_rewards(metadata, self._config.rollout.roles),
-            "reward/timeouts": float(sum(p.failures.timeouts for p in parts)),
-            "reward/errors": float(sum(p.failures.errors for p in parts)),
+            "reward/timeouts": float(failures.timeouts),
+            "reward/errors": float(failures.errors),
         }
 
 
@@ -326,13 +311,13 @@ def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGro
     return ScoredCompletions(prompts, [group.completions for group in groups], [], scores, Failures(0, 0, ()))
 
 
-def _window_left(window: int, parts: Sequence[_RankSummary]) -> float:
+def _window_left(window: int, parts: Sequence[StepMetadata], failed: float) -> float:
     """N without the prompts whose scoring failed: the share of the window that the others stand for, by their 1/π.
+    ``failed`` is the sum of 1/π over the prompts that failed.
 
     A ratio, not N less what failed: 1/π of the kept sums to N in expectation only, and the difference could reach zero.
     """
-    failed = sum(part.failed_weight for part in parts)
     if failed == 0.0:
         return float(window)
-    left = sum(float((1.0 / part.metadata.prompt_inclusion).sum()) for part in parts)
+    left = sum(float((1.0 / part.prompt_inclusion).sum()) for part in parts)
     return window * left / (left + failed)

@@ -51,17 +51,17 @@ def conversation_of(config: Config) -> ConversationFunction | None:
         UserError: it cannot be found or imported, or cannot be called as it would be; or the environment cannot be
             loaded.
     """
-    spec, slimes, roles = config.rollout.conversation, config.rollout.custom_generate, config.rollout.roles
+    spec, custom_generate, roles = config.rollout.conversation, config.rollout.custom_generate, config.rollout.roles
     function: Callable[..., Any]
     if spec == VERIFIERS:
         setting, function, remedy = SETTING, _Environment(config.data.verifiers), REMEDY
     elif spec is not None:
-        said = f'("{roles[0]}", turn) for each turn' if roles else "the turns"
-        remedy = f"Have it return {said} as client.generate returned them, with lists of token ids between them"
+        turns = f'("{roles[0]}", turn) for each turn' if roles else "the turns"
+        remedy = f"Have it return {turns} as client.generate returned them, with lists of token ids between them"
         setting, function = SETTING, load_coroutine(SETTING, spec, ("client", "prompt"))
-    elif slimes is not None:
-        theirs = load_coroutine(OF_SLIME, slimes, ("args", "sample", "sampling_params"))
-        spec, setting, function, remedy = slimes, OF_SLIME, _SlimesFunction(theirs, config), REMEDY_OF_SLIME
+    elif custom_generate is not None:
+        coroutine = load_coroutine(OF_SLIME, custom_generate, ("args", "sample", "sampling_params"))
+        spec, setting, function, remedy = custom_generate, OF_SLIME, _SlimeFunction(coroutine, config), REMEDY_OF_SLIME
     else:
         return None
     folder = config.model.folder
@@ -102,8 +102,8 @@ def check_turns(config: Config, data: DataConfig, problems: Callable[[], Iterabl
         UserError: some are of an environment of several turns, and nothing has a conversation.
     """
     rollout = config.rollout
-    alone = rollout.conversation is None and rollout.custom_generate is None
-    if not alone or VERIFIERS not in {source.name for source in sources_of(data, "train")}:
+    one_turn = rollout.conversation is None and rollout.custom_generate is None
+    if not one_turn or VERIFIERS not in {source.name for source in sources_of(data, "train")}:
         return
     if any(SEVERAL_TURNS in each for each in problems()):
         problem = f"and the environment {data.verifiers.environment} speaks with the policy in several turns"
@@ -134,20 +134,20 @@ class _Environment:
         turns: list[Part] = []
         tokens = prompt.token_ids.tolist()
 
-        async def say(told: list[int]) -> list[int]:
-            if told:
-                turns.append(told)
-            turn = await client.generate([*tokens, *told])
-            said: list[int] = turn.token_ids.tolist()
+        async def generate(given: list[int]) -> list[int]:
+            if given:
+                turns.append(given)
+            turn = await client.generate([*tokens, *given])
+            sampled: list[int] = turn.token_ids.tolist()
             turns.append(turn)
-            tokens.extend([*told, *said])
-            if not said:
+            tokens.extend([*given, *sampled])
+            if not sampled:
                 raise NothingLeftError
-            return said
+            return sampled
 
         extra: Mapping[str, Any] = prompt.extra
         if "environment" not in extra:
-            await say([])
+            await generate([])
             return turns
         tools = extra.get(TOOLS, ())
         template = client.tokenizer.chat_template
@@ -155,9 +155,9 @@ class _Environment:
             problem = f"has tools, and the chat template has them called otherwise than by JSON in {CALL}"
             raise UnusableError(f"{problem}, the only form that is read here")
         environment = self._load(extra["environment"], extra["arguments"])
-        turns_of_it = Turns(client.tokenizer, extra["input"]["prompt"], say)
+        messages = Turns(client.tokenizer, extra["input"]["prompt"], generate)
         try:
-            await self._play(environment, extra["input"], turns_of_it, tools)
+            await self._play(environment, extra["input"], messages, tools)
         except TurnsError as error:
             raise UnusableError(str(error)) from error
         except self._down as error:
@@ -165,7 +165,7 @@ class _Environment:
         return turns
 
 
-class _SlimesFunction:
+class _SlimeFunction:
     """A function of slime's form, as a conversation."""
 
     def __init__(self, function: Callable[..., Any], config: Config) -> None:
@@ -206,8 +206,8 @@ class _SlimesFunction:
         returned = await self._function(arguments, sample, sampling_params)
         whole = completion_of_samples(returned, prompt, client.max_tokens)
         # A function with an HTTP client of its own does not record which weights made which token.
-        told = client.told or [before, await client.version()]
-        return replace(whole, versions=tuple(await client.read_versions(_spans(told, len(whole.token_ids)))))
+        versions = client.told or [before, await client.version()]
+        return replace(whole, versions=tuple(await client.read_versions(_spans(versions, len(whole.token_ids)))))
 
 
 def _sampling_params(sampling: Sampling, prompt: int, number: int) -> dict[str, Any]:
@@ -233,7 +233,9 @@ def completion_of_samples(returned: Any, prompt: Prompt, limit: int) -> Completi
         TryAgainError: the function gave a sample up.
         UnusableError: they are no completion of the prompt that could be trained on.
     """
-    first, *further = returned if isinstance(returned, list) and returned else [returned]
+    if returned == []:
+        raise UnusableError("returned an empty list, not the sample that it was given, nor a list of samples")
+    first, *further = returned if isinstance(returned, list) else [returned]
     start = prompt.token_ids.tolist()
     generated = [(start, _read(first, start)), *(([], _read(sample, ())) for sample in further)]
     return completed([[turn] for _, turn in generated], prompt, generated, limit)
@@ -271,7 +273,7 @@ def _read(sample: Any, prompt: Sequence[int]) -> Completion:
     return Completion(tokens, logprobs, loss_mask, versions, "stop" if status is Status.COMPLETED else "length")
 
 
-def _spans(told: Sequence[str], length: int) -> list[tuple[str, int]]:
+def _spans(versions: Sequence[str], length: int) -> list[tuple[str, int]]:
     """Which weights made which tokens is not known where several did; a completion counts by the oldest of them."""
-    versions = list(dict.fromkeys(told))[:length]
+    versions = list(dict.fromkeys(versions))[:length]
     return [(versions[0], length - len(versions) + 1), *((version, 1) for version in versions[1:])] if versions else []

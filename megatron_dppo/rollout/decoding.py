@@ -19,13 +19,10 @@ from numpy.typing import NDArray
 
 from megatron_dppo.process.progress import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
-from megatron_dppo.rollout.decoder import Decoder, RowCompaction, without_waiting
+from megatron_dppo.rollout.decoder import Decoder, Routers, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.routers import Routers
-from megatron_dppo.rollout.tree import Entropies, Prefix, wants_entropies
+from megatron_dppo.rollout.tree import Prefix, TreePath, grown, wants_entropies
 
-Part = tuple[Completion, Entropies | None]
-"""Completion decoded after a stem, and its tokens' entropies if they are requested."""
 PREFILL_TOKENS = 16384
 """Most tokens of stems that are read at once, padding included."""
 ROUND = {"cpu": 1, "cuda": 16}
@@ -159,8 +156,8 @@ class Decoding:
             self._active = departure.remaining
         self._reach = int(last) + 1
 
-    def parts(self, version: int) -> list[list[Part]]:
-        """The continuations of each stem, made by weights of this version.
+    def paths(self, version: int) -> list[list[TreePath]]:
+        """The paths that go on from each stem, made by weights of this version.
 
         Raises:
             RuntimeError: a log-probability is not finite.
@@ -177,21 +174,22 @@ class Decoding:
         routing: Sequence[Routing | None] = [None] * len(limits)
         if self._record is not None:
             routing = self._record.of_rows(lengths.tolist())
-        parts: list[Part] = [
-            (
-                Completion(
-                    token_ids=tokens[row, :length].copy(),
-                    logprobs=logprobs[row, :length].copy(),
-                    loss_mask=np.ones(length, bool),
-                    versions=(VersionSpan(version, length),),
-                    finish_reason="stop" if first_stop[row] < limits[row] else "length",
-                    routing=routing[row],
-                ),
-                None if entropies is None else entropies[row, :length].copy(),
+
+        def path(stem: Prefix, slot: int, row: int) -> TreePath:
+            length = int(lengths[row])
+            part = Completion(
+                token_ids=tokens[row, :length].copy(),
+                logprobs=logprobs[row, :length].copy(),
+                loss_mask=np.ones(length, bool),
+                versions=(VersionSpan(version, length),),
+                finish_reason="stop" if first_stop[row] < limits[row] else "length",
+                routing=routing[row],
             )
-            for row, length in enumerate(lengths.tolist())
-        ]
-        return [parts[end - len(stem.slots) : end] for stem, end in zip(self._stems, self._ends.tolist(), strict=True)]
+            own = None if entropies is None else entropies[row, :length].copy()
+            return grown(stem, slot, part, own, self._sampling.branches)
+
+        rows = iter(range(len(limits)))
+        return [[path(stem, slot, next(rows)) for slot in stem.slots] for stem in self._stems]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return without_waiting(array, self._rows.device)

@@ -22,17 +22,16 @@ Completions = list[tuple[Completion, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PartialRollout:
-    """A completion that was there, if only in part, as its prompt was broken off."""
+    """A completion that was there, if only in part, as its prompt was broken off. One without a token is left out."""
 
+    prompt: int
+    """Its prompt's id."""
     slot: int
     """Its number among those of its prompt."""
     completion: Completion
     """One token at least."""
     ended: bool
 
-
-PartialRollouts = Mapping[int, Sequence[PartialRollout]]
-"""How far prompts are, by their ids; what has no token yet is left out."""
 
 GroupCallback = Callable[[Iterable[tuple[int, tuple[Completion, ...]]]], bool]
 """Takes groups that are complete while others are waited for, each with the place of its prompt, and says whether it is
@@ -98,12 +97,12 @@ class RolloutEngine(Protocol[Pending]):
         """
         ...
 
-    def break_off(self, pending: Sequence[Pending]) -> list[PartialRollouts] | None:
+    def break_off(self, pending: Sequence[Pending]) -> list[list[PartialRollout]] | None:
         """Break off all that was begun and is not finished, and say how far it is: what a checkpoint is to hold of it.
         None: it cannot be broken off, and is to be finished. Collective."""
         return None
 
-    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: PartialRollouts) -> Pending:
+    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Sequence[PartialRollout]) -> Pending:
         """Resume partial rollouts of this or another engine, as ``begin``. Restarting all of them is right, too; never
         restart only the unfinished ones."""
         return self.begin(prompts, sampling)

@@ -17,12 +17,11 @@ from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.decoder import Decoder, empty_model
-from megatron_dppo.rollout.decoding import Decoding, Part
+from megatron_dppo.rollout.decoder import Decoder, Routers, empty_model
+from megatron_dppo.rollout.decoding import Decoding
 from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.local_conversations import LocalConversations
-from megatron_dppo.rollout.routers import Routers
-from megatron_dppo.rollout.tree import Prefix, TreePath, forks_of, grown, leaves_of, root_of
+from megatron_dppo.rollout.tree import Prefix, TreePath, forks_of, leaves_of, root_of
 
 
 class LocalEngine(RolloutEngine[Future[Completions]]):
@@ -157,18 +156,17 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         while stems:
             now, stems = stems, []
             every = self._continue([stem for _, stem in now], sampling, version)
-            for (tree, stem), parts in zip(now, every, strict=True):
-                for slot, (part, entropies) in zip(stem.slots, parts, strict=True):
-                    tree.append(path := grown(stem, slot, part, entropies, branches))
-                    stems += [(tree, fork) for fork in forks_of(path, branches, sampling.seed)]
+            for (tree, _), paths in zip(now, every, strict=True):
+                tree += paths
+                stems += [(tree, fork) for path in paths for fork in forks_of(path, branches, sampling.seed)]
         return [leaves_of(tree, branches) for tree in trees]
 
     @torch.inference_mode()
-    def _continue(self, stems: Sequence[Prefix], sampling: Sampling, version: int) -> list[list[Part]]:
-        """The continuations of each stem."""
+    def _continue(self, stems: Sequence[Prefix], sampling: Sampling, version: int) -> list[list[TreePath]]:
+        """The paths that go on from each stem."""
         decoding = Decoding(self._decoder, self._routers, stems, sampling, most_rows=self._max_batch)
         decoding.run()
-        return decoding.parts(version)
+        return decoding.paths(version)
 
 
 def _weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -20,11 +20,10 @@ from megatron_dppo.process.progress import moved
 from megatron_dppo.process.streams import tell
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, TryAgainError
-from megatron_dppo.rollout.decoding import Part
 from megatron_dppo.rollout.engine import Completions, Sampling
-from megatron_dppo.rollout.tree import Prefix
+from megatron_dppo.rollout.tree import Prefix, TreePath
 
-Continue = Callable[[Sequence[Prefix], Sampling], list[list[Part]]]
+Continue = Callable[[Sequence[Prefix], Sampling], list[list[TreePath]]]
 """The engine's: it continues each stem for each of its slots."""
 Place = tuple[int, int]
 """Indices of a conversation: of its prompt among those requested together, and of the completion for the prompt."""
@@ -205,11 +204,11 @@ class _Conversations:
                 replace(requests[0].stem, slots=tuple(slot for each in requests for slot in each.stem.slots))
                 for requests in every.values()
             ]
-            parts = self._continue(stems, replace(self._sampling, stop_token_ids=stops))
-            for requests, answers in zip(every.values(), parts, strict=True):
-                for request, (turn, _) in zip(requests, answers, strict=True):
+            turns = self._continue(stems, replace(self._sampling, stop_token_ids=stops))
+            for requests, paths in zip(every.values(), turns, strict=True):
+                for request, path in zip(requests, paths, strict=True):
                     if not request.turn.done():  # else whoever asked was cancelled
-                        request.turn.set_result(turn)
+                        request.turn.set_result(path.completion)
         self._silent_since = time.monotonic()
 
 

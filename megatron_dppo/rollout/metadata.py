@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron_dppo.config import DistillationConfig
 from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.families import shared_lengths
+from megatron_dppo.rl.pack import shared_lengths
 from megatron_dppo.rl.sequences import further_lengths
 from megatron_dppo.rl.types import SEGMENT, Bools, Completion, Floats, Group, StepMetadata
 

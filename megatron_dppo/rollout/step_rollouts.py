@@ -1,27 +1,37 @@
-"""The rollouts of one step, from the prompts that were drawn to the groups that are trained on."""
+"""The rollouts of one step, from the prompts that were drawn to the groups that are trained on, and in a checkpoint.
+
+A run that rolls out ahead keeps what it has not trained on yet: ``rollouts/`` in a checkpoint's folder is the next
+step's, ``rollouts_2/`` that of the one after it, and so on. Each holds ``step.npz``, with what every rank knows, and
+the tokens of each rank's groups in a file of its own. Groups that servers were at work on are there as far as they
+were. A step whose prompts are drawn and not rolled out has the first file alone. A run goes on from them with any
+number of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import count, islice, repeat, takewhile
+from pathlib import Path
+from typing import Any, Literal
+from zipfile import BadZipFile
 
 import numpy as np
 
+from megatron_dppo.bridge.checkpoint_folder import damaged
 from megatron_dppo.config import Config
+from megatron_dppo.errors import UserError
+from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.sequences import check_settings
-from megatron_dppo.rl.types import Group, Prompt, Selection, StepMetadata
-from megatron_dppo.rollout.engine import PartialRollouts
-from megatron_dppo.rollout.scoring import ScoredCompletions
+from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rollout.engine import PartialRollout
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Prompts that the engine is at work on for this rank."""
-
-    prompts: Sequence[Prompt]
-    pending: Any
-    """The engine's own."""
+FOLDER = "rollouts"
+_STEP = "step.npz"
+_CHOSEN = "selection."
+_RANKS = "broken_off_by_ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +61,12 @@ class StepRollouts:
     """Selection of all ranks."""
     step: int
     """The step that trains on them."""
-    partial: PartialRollouts | None = None
+    partial: list[PartialRollout] | None = None
     """How far this rank's prompts were when they were broken off."""
-    requested: Request | ScoredCompletions | None = None
-    """This rank's share; offline rollouts are answers already."""
+    prompts: Sequence[Prompt] = ()
+    """This rank's, once they are requested."""
+    requested: Any = None
+    """The engine's own word for what it is at work on; None: nothing."""
     complete: CompleteRollouts | None = None
 
     @property
@@ -88,8 +100,7 @@ class StepRollouts:
             len(one.completion.token_ids) < limit + one.ended
             and one.completion.oldest_version >= oldest
             and (one.completion.routing is not None or not one.ended) >= routed  # the rest's tells of all before it
-            for each in (self.partial or {}).values()
-            for one in each
+            for one in self.partial or ()
         )
 
     @staticmethod
@@ -113,3 +124,195 @@ class StepRollouts:
                 if routed and completion.routing is None:
                     return False
         return True
+
+
+def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) -> None:
+    """Write into a checkpoint's folder what the next steps have, in their order: this rank's groups, and on the leader
+    what goes for all. Not collective."""
+    for number, batch in enumerate(steps):
+        folder = _folder(place, number)
+        folder.mkdir(exist_ok=True)
+        known: dict[str, Any] = {}
+        if (rollouts := batch.complete) is not None:
+            words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
+            known = {"words": np.array(words), **asdict(rollouts.metadata)}
+            _save(_file(folder, world.rank), _tokens(rollouts.held))
+        elif batch.partial is not None:
+            known = {_RANKS: np.array(world.size)}
+            _save(_file(folder, world.rank), _parts(batch.partial))
+        if world.leads:
+            _save(folder / _STEP, known | {_CHOSEN + name: value for name, value in asdict(batch.selection).items()})
+
+
+def read_in_flight(place: Path, pool: Sequence[Prompt], world: World, step: int) -> list[StepRollouts]:
+    """Read a checkpoint's rollouts of the next steps, in their order. Collective.
+
+    If the number of ranks is unchanged, ranks keep their groups; else every rank takes each n-th.
+
+    Args:
+        place: the checkpoint.
+        pool: of the run that wrote it.
+        step: the next one.
+
+    Raises:
+        UserError: on every rank, if the pool's prompts are other ones, or a file is damaged.
+    """
+    folders = (_folder(place, number) for number in count())
+    stored = world.from_leader(
+        lambda: [_arrays(folder / _STEP) for folder in takewhile(lambda folder: (folder / _STEP).exists(), folders)]
+    )
+    return [_read(_folder(place, k), arrays, pool, world, step + k) for k, arrays in enumerate(stored)]
+
+
+def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: World, step: int) -> StepRollouts:
+    place = folder.parent
+    chosen = {name.removeprefix(_CHOSEN): value for name, value in stored.items() if name.startswith(_CHOSEN)}
+    selection = Selection(**chosen | {"window": int(chosen["window"])})
+    rollouts = StepRollouts(selection, step)
+    if _RANKS in stored:
+        share = set(selection.prompt_ids[world.rank :: world.size].tolist())  # as the collector asks for them
+        files = [_file(folder, writer) for writer in range(int(stored[_RANKS]))]
+        found = world.together(lambda: [_so_far(_arrays(file), share) for file in files], what="rollouts broken off")
+        rollouts.partial = [one for each in found for one in each]
+        return rollouts
+    if "words" not in stored:
+        return rollouts
+    words = json.loads(str(stored["words"]))
+    if missing := [field.name for field in fields(StepMetadata) if field.name not in stored]:
+        problem = f"its rollouts were written by another version of this package, without {', '.join(missing)}"
+        remedy = f"Go on with that version, or begin another run.dir with its weights alone: model.checkpoint={place}"
+        raise UserError("run.dir", place.parent.parent, problem, remedy)
+    known = {field.name: stored[field.name] for field in fields(StepMetadata)}
+    metadata = StepMetadata(**known | {"window": float(known["window"])})
+    written_by = metadata.owners
+    if words["ranks"] != world.size:
+        metadata = replace(metadata, owners=np.arange(len(written_by)) % world.size)
+
+    def mine() -> dict[int, Group]:
+        rows = np.flatnonzero(metadata.owners == world.rank)
+        prompts = {row: _prompt(place, pool, metadata, row) for row in rows.tolist()}
+        held: dict[int, Group] = {}
+        for writer in np.unique(written_by[rows]).tolist():
+            held |= _groups(_arrays(_file(folder, writer)), metadata, prompts)
+        return held
+
+    held = world.together(mine, what="rollouts in the checkpoint")
+    rollouts.complete = CompleteRollouts(held, metadata, words["metrics"], tuple(words["notes"]))
+    return rollouts
+
+
+def _folder(place: Path, number: int) -> Path:
+    return place / (f"{FOLDER}_{number + 1}" if number else FOLDER)
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.npz"
+
+
+def _arrays(file: Path) -> dict[str, Any]:
+    try:
+        with np.load(file) as stored:  # which unpickles nothing
+            return {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+        problem = f"{file.parent.name}/{file.name} cannot be read ({type(error).__name__}: {error})"
+        raise damaged(file.parent.parent, "run.dir", problem) from error
+
+
+def _save(file: Path, arrays: Mapping[str, Any]) -> None:
+    np.savez(file, allow_pickle=False, **arrays)
+
+
+def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
+    """Groups by row of the metadata, which has their prompts, lengths and rewards; one after the other."""
+    completions = [completion for group in held.values() for completion in group.completions]
+    return {"rows": np.array(list(held), np.int64), **_packed(completions)}
+
+
+def _parts(so_far: Sequence[PartialRollout]) -> dict[str, np.ndarray]:
+    """Completions so far, one after the other, each with its prompt, its slot, its length, and whether it has ended."""
+    places = [(one.prompt, one.slot, len(one.completion.token_ids), one.ended) for one in so_far]
+    return {"places": np.array(places, np.int64).reshape(-1, 4), **_packed([one.completion for one in so_far])}
+
+
+def _so_far(stored: dict[str, Any], share: set[int]) -> list[PartialRollout]:
+    """Partial rollouts of some prompts, by their ids, from a file of ``_parts``."""
+    completions = _completions(stored, stored["places"][:, 2])
+    return [
+        PartialRollout(prompt, slot, completion, bool(ended))
+        for (prompt, slot, _, ended), completion in zip(stored["places"].tolist(), completions, strict=True)
+        if prompt in share
+    ]
+
+
+def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
+    # A request that is aborted while it waits has tokens and no routing.
+    like = next((c.routing for c in completions if c.routing is not None), None)
+    tables = [] if like is None else [like[:0] if c.routing is None else c.routing for c in completions]
+    segments = [completion.segments for completion in completions if completion.segments is not None]
+    spans = [(span.version, span.count) for completion in completions for span in completion.versions]
+    blank = (np.full(len(c.token_ids), np.nan, np.float32) for c in completions)
+    taught = [n if c.teacher_logprobs is None else c.teacher_logprobs for c, n in zip(completions, blank, strict=True)]
+    return {
+        "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in completions)]),
+        "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
+        "loss_mask": np.concatenate([np.zeros(0, bool), *(c.loss_mask for c in completions)]),
+        "stopped": np.array([c.finish_reason == "stop" for c in completions], bool),
+        "weights": np.array([c.weights for c in completions], np.float64),
+        "span_counts": np.array([len(c.versions) for c in completions], np.int64),
+        "spans": np.array(spans, np.int64).reshape(-1, 2),
+        **(
+            {"teacher_logprobs": np.concatenate(taught)}
+            if any(c.teacher_logprobs is not None for c in completions)
+            else {}
+        ),
+        **({"segments": np.concatenate(segments)} if segments else {}),
+        "start_counts": np.array([len(c.starts) for c in completions], np.int64),
+        "starts": np.array([start for c in completions for start in c.starts], np.int64),
+        **({"routing": np.concatenate(tables), "routed": np.array([*map(len, tables)], np.int64)} if tables else {}),
+    }
+
+
+def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]) -> dict[int, Group]:
+    """The stored groups of these prompts, by row of the metadata."""
+    rows = stored["rows"]
+    completions = _completions(stored, metadata.response_lengths[rows].ravel())
+    groups = [(row, tuple(islice(completions, metadata.rewards.shape[1]))) for row in rows.tolist()]
+    return {row: Group(prompts[row], own, metadata.rewards[row]) for row, own in groups if row in prompts}
+
+
+def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
+    ends, last_spans = np.cumsum(lengths)[:-1], np.cumsum(stored["span_counts"])[:-1]
+    routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
+    taught = np.split(stored["teacher_logprobs"], ends) if "teacher_logprobs" in stored else repeat(None)
+    segments = np.split(stored["segments"], ends) if "segments" in stored else repeat(None)
+    started = np.split(stored["starts"], np.cumsum(stored["start_counts"])[:-1])
+    for token_ids, logprobs, loss_mask, spans, stopped, table, weights, said, segment, begins in zip(
+        np.split(stored["token_ids"], ends),
+        np.split(stored["logprobs"], ends),
+        np.split(stored["loss_mask"], ends),
+        np.split(stored["spans"], last_spans),
+        stored["stopped"].tolist(),
+        routing,
+        stored["weights"].tolist(),
+        taught,
+        segments,
+        started,
+        strict=False,  # splitting nothing gives one piece
+    ):
+        versions = tuple(VersionSpan(*span) for span in spans.tolist())
+        reason: Literal["stop", "length"] = "stop" if stopped else "length"
+        said = None if said is None or np.isnan(said).all() else said
+        table = table if table is not None and len(table) else None
+        starts = tuple(map(int, begins))
+        tokens = token_ids, logprobs, loss_mask, versions, reason
+        yield Completion(*tokens, table, said, segment, tuple(weights), starts)
+
+
+def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:
+    prompt, tokens = int(metadata.prompt_ids[row]), int(metadata.prompt_lengths[row])
+    if prompt >= len(pool) or len(pool[prompt].token_ids) != tokens:
+        asked = f"completions of prompt {prompt}, which has {tokens} tokens"
+        problem = f"its checkpoint holds {asked}, and no such prompt is in the pool"
+        data, alone = "Resume with the data that the run began with", "begin another run.dir with its weights alone"
+        raise UserError("run.dir", place.parent.parent, problem, f"{data}, or {alone}: model.checkpoint={place}")
+    return pool[prompt]

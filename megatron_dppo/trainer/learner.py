@@ -17,7 +17,7 @@ from megatron_dppo.models.microbatch import Microbatch, RecordedRouting, Respons
 from megatron_dppo.models.routing import REPLACED, REPLAYED
 from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.observe.timers import PhaseTimers
-from megatron_dppo.parallel.exchange import RoutingWanted, deliver
+from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
 from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.rl.pack import build_pack
@@ -125,9 +125,8 @@ class Learner:
         self.teachers: list[Teacher] = parts.teachers()
         self._pad_id, self._timers = parts.pad_id, timers
         self._objective = self._world.together(lambda: objective_of(parts.config.loss), what="import of an objective")
-        self._routing: RoutingWanted | None = None
-        if parts.routing and self._actor.routing:
-            self._routing = RoutingWanted(parts.routing, self._world.gather(self._actor.routing.layers))
+        routed = self._actor.routing if parts.routing else None
+        self._routing, self._layers = parts.routing, self._world.gather(routed.layers) if routed else []
 
     def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> dict[str, float]:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
@@ -213,7 +212,7 @@ class Learner:
         servers = self._config.loss.distillation.servers
         return [
             build_pack(samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
-            for samples in deliver(self._world, minibatch, held, self._routing, taught=bool(servers))
+            for samples in deliver(self._world, minibatch, held, self._routing, self._layers, taught=bool(servers))
         ]
 
     def _microbatches(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Microbatch]:

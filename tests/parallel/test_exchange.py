@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import LayoutConfig
-from megatron_dppo.parallel.exchange import RoutingWanted, deliver
+from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, RoutingShape, TrainingSamples, VersionSpan
 from tests.ranks import RankPool
@@ -84,7 +84,7 @@ def received(rank: int, size: int, layout: LayoutConfig, routed: bool) -> tuple[
     layers = [np.arange(rank, SHAPE.layers, 2) for rank in range(size)]  # some have more of them than others
     return (
         world.dp_rank,
-        deliver(world, plan(), held, RoutingWanted(SHAPE, layers) if routed else None, taught=routed),
+        deliver(world, plan(), held, SHAPE if routed else None, layers, taught=routed),
         layers[rank],
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
-from megatron_dppo.rl.families import prompts_shared
+from megatron_dppo.rl.pack import prompts_shared
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import Prompt, StepMetadata, no_segments

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.rl.families import LEAST_SHARED, PrefixGroups, cut, prefix_tree, shared_lengths, shared_of_kept
+from megatron_dppo.rl.pack import LEAST_SHARED, PrefixGroups, cut, prefix_tree, shared_lengths, shared_of_kept
 from megatron_dppo.rl.types import Completion, VersionSpan
 
 Sequences = list[tuple[int, ...]]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.families import prefix_tree
+from megatron_dppo.rl.pack import prefix_tree
 from megatron_dppo.rl.packing import SAME_FILL, CostModel, Packing, pack_metrics, pack_sequences
 
 

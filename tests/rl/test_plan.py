@@ -19,7 +19,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.families import prefix_tree
+from megatron_dppo.rl.pack import prefix_tree
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, plan_step, split_groups, take_groups
 from megatron_dppo.rl.types import StepMetadata, StepPlan, TrainingSamples

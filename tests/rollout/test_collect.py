@@ -313,7 +313,7 @@ def test_equal_rewards_are_counted_group_by_group(bench: Bench) -> None:
 def test_correctness_is_what_the_verifier_says_and_not_the_size_of_the_reward(bench: Bench) -> None:
     prompts = [Prompt(0, np.arange(3, dtype=np.int32), "", "-40", source, {"add": 2}) for source in ("here", "there")]
     collector = bench.collector({0: said("echo")})
-    answers = collector.answers(collector.ask(prompts, samples=1, temperature=1.0, seed=0), of_all=2)
+    answers = collector.answers(prompts, collector.ask(prompts, samples=1, temperature=1.0, seed=0), of_all=2)
     assert answers.scores == [[Score(-38.0, True)], [Score(-38.0, False)]]
     assert answers.texts == [["echo"], ["echo"]], "the end of the turn is no part of the answer"
 

@@ -18,6 +18,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from megatron_dppo.config import Config, DistillationConfig, LossConfig, RolloutConfig, replace
+from megatron_dppo.data.offline import OfflineGroup
 from megatron_dppo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import write_model
@@ -212,10 +213,14 @@ def test_a_step_s_rollouts_are_read_while_others_are_generated_and_so_are_offlin
             rollouts = collector.collected([collector.finish(begun)])
             assert server.asked == 2 * SAMPLES
             server.asked = 0
-            answers = collector.answers(begun.requested, of_all=6)
-            unread = [tuple(dataclasses.replace(c, teacher_logprobs=None) for c in g) for g in answers.completions]
-            offline = dataclasses.replace(begun, requested=dataclasses.replace(answers, completions=unread))
-            again = collector.collected([collector.finish(offline)])
+            answers = collector.answers(begun.prompts, begun.requested, of_all=6)
+        unread = [tuple(dataclasses.replace(c, teacher_logprobs=None) for c in g) for g in answers.completions]
+        groups = zip(answers.prompts, unread, answers.scores, strict=True)
+        offline = {prompt.id: OfflineGroup(completions, tuple(scores)) for prompt, completions, scores in groups}
+        parts = config, world_of(1, 0), engine, workers, tokenizer, stops
+        with closing(Collector(*parts, offline=offline, teachers=TeacherServers(*parts[:2], tokenizer))) as collector:
+            begun = collector.request(pool_of(10), StepRollouts(chosen, step=0))
+            again = collector.collected([collector.finish(begun)])
     for row, group in rollouts.held.items():
         for sample, c in enumerate(group.completions):
             whole = server.logprobs([*group.prompt.token_ids.tolist(), *c.token_ids.tolist()])

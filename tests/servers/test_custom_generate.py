@@ -182,7 +182,7 @@ def test_several_samples_are_the_sequences_of_one_completion() -> None:
     whole = completion_of_samples([*both, sample([5] * 9, 1)], prompt, limit=2)
     ended = whole.token_ids.tolist(), whole.finish_reason
     assert ended == ([1, 2, 5, 5, 5, 3], "length"), "a context that left no room is cut off whole"
-    for wrong, words in (([both[1], both[0]], "begin with the prompt"), ([both[0], 3], "a int")):
+    for wrong, words in (([both[1], both[0]], "begin with the prompt"), ([both[0], 3], "a int"), ([], "an empty list")):
         with pytest.raises(UnusableError, match=words):
             completion_of_samples(wrong, prompt, limit=2)
     masked = sample([7, 8, 1, 2], 2)

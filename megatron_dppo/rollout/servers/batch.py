@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import joined
-from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollout, PartialRollouts, Sampling
+from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollout, Sampling
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.tree import Branches, Entropies, Prefix, TreePath, forks_of, grown, leaves_of, root_of
 
@@ -65,12 +65,12 @@ class RequestBatch:
         sampling: Sampling,
         oldest: int,
         number: int,
-        so_far: PartialRollouts | None = None,
+        so_far: Sequence[PartialRollout] = (),
     ) -> None:
         self.prompts, self.sampling, self.number = prompts, sampling, number
         self.oldest = oldest
         """Version before which no token may be made from now on."""
-        self.samples = [self._samples(index, (so_far or {}).get(p.id, ())) for index, p in enumerate(prompts)]
+        self.samples = [self._samples(prompt, so_far) for prompt in prompts]
         """Completions that begin with each prompt."""
         self.broken_off = False
         """Whether no more of it is to be asked."""
@@ -98,17 +98,14 @@ class RequestBatch:
         """Until it is finished or has failed, for so long at most."""
         self._over.wait(seconds)
 
-    def progress(self) -> PartialRollouts:
+    def progress(self) -> list[PartialRollout]:
         """How far it is, where nothing forks."""
-        samples = {prompt.id: each for prompt, each in zip(self.prompts, self.samples, strict=True)}
-        return {
-            prompt: [PartialRollout(one.slot, joined(one.parts), one.ended) for one in each if not one.fresh]
-            for prompt, each in samples.items()
-        }
+        begun = [one for each in self.samples for one in each if not one.fresh]
+        return [PartialRollout(one.stem.prompt.id, one.slot, joined(one.parts), one.ended) for one in begun]
 
-    def _samples(self, index: int, so_far: Sequence[PartialRollout]) -> list[PartialCompletion]:
-        stem = root_of(self.prompts[index], self.sampling.samples, self.sampling.branches)
-        known = {each.slot: each for each in so_far}
+    def _samples(self, prompt: Prompt, so_far: Sequence[PartialRollout]) -> list[PartialCompletion]:
+        stem = root_of(prompt, self.sampling.samples, self.sampling.branches)
+        known = {each.slot: each for each in so_far if each.prompt == prompt.id}
         return [
             PartialCompletion(stem, slot, [known[slot].completion], ended=known[slot].ended)
             if slot in known

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.engine import PartialRollouts, Sampling
+from megatron_dppo.rollout.engine import PartialRollout, Sampling
 from megatron_dppo.rollout.servers.batch import PartialCompletion, RequestBatch, alike_so_far
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
@@ -97,7 +97,7 @@ class Dispatcher:
         self._http.run(self._serve_from(clients))
 
     def begin(
-        self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, so_far: PartialRollouts | None = None
+        self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, so_far: Sequence[PartialRollout] = ()
     ) -> RequestBatch:
         """Ask for all of these prompts, and return at once.
 
@@ -119,7 +119,7 @@ class Dispatcher:
             batch.broken_off = True
         self._http.run(self._let_go())
 
-    def progress(self, batches: Sequence[RequestBatch], wait_s: float) -> list[PartialRollouts]:
+    def progress(self, batches: Sequence[RequestBatch], wait_s: float) -> list[list[PartialRollout]]:
         """How far batches are of which no more is asked, once servers have aborted them; what does not come back within
         so many seconds is given up."""
         until = time.monotonic() + wait_s
@@ -131,7 +131,7 @@ class Dispatcher:
     async def _let_go(self) -> None:
         self._wake()
 
-    async def _progress(self, batches: Sequence[RequestBatch]) -> list[PartialRollouts]:
+    async def _progress(self, batches: Sequence[RequestBatch]) -> list[list[PartialRollout]]:
         return [batch.progress() for batch in batches]
 
     async def _take_lost(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.conversation_functions import conversation_of
-from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollouts, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollout, Sampling, WeightSource
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
@@ -116,7 +116,7 @@ class ServerEngine:
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> RequestBatch:
         return self._dispatcher.begin(prompts, sampling, self._version)
 
-    def break_off(self, pending: Sequence[RequestBatch]) -> list[PartialRollouts] | None:
+    def break_off(self, pending: Sequence[RequestBatch]) -> list[list[PartialRollout]] | None:
         """Not for conversations and trees: servers know nothing of a function's turns or of forks."""
         if self._conversations is not None or any(batch.sampling.branches for batch in pending):
             return None
@@ -128,8 +128,8 @@ class ServerEngine:
         self.resume()
         return progress
 
-    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: PartialRollouts) -> RequestBatch:
-        known = None if self._conversations is not None or sampling.branches else so_far
+    def go_on(self, prompts: Sequence[Prompt], sampling: Sampling, so_far: Sequence[PartialRollout]) -> RequestBatch:
+        known = () if self._conversations is not None or sampling.branches else so_far
         return self._dispatcher.begin(prompts, sampling, self._version, known)
 
     def finish(self, pending: RequestBatch, look: GroupCallback | None = None) -> Completions:

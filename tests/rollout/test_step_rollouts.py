@@ -17,9 +17,8 @@ from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import SEGMENT, Completion, Group, Selection, StepMetadata, VersionSpan, no_segments
 from megatron_dppo.rollout.engine import PartialRollout
-from megatron_dppo.rollout.in_flight import read_in_flight, write_in_flight
 from megatron_dppo.rollout.metadata import metadata_of
-from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts, read_in_flight, write_in_flight
 from tests.rollout.scripted import as_ranks, pool_of, world_of
 
 PROMPTS = (8, 1, 5, 3, 7)
@@ -230,11 +229,11 @@ def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
 
     def known(prompt: int) -> list[PartialRollout]:
         group = group_in(prompt)
-        return [PartialRollout(slot, c, slot == 1) for slot, c in enumerate(group.completions)][: prompt % 4]
+        return [PartialRollout(prompt, slot, c, slot == 1) for slot, c in enumerate(group.completions)][: prompt % 4]
 
     def write(world: World) -> None:
         mine = SELECTION.prompt_ids[world.rank :: world.size].tolist()
-        broken_off = StepRollouts(SELECTION, 5, partial={prompt: known(prompt) for prompt in mine})
+        broken_off = StepRollouts(SELECTION, 5, partial=[one for prompt in mine for one in known(prompt)])
         write_in_flight(tmp_path, [broken_off, StepRollouts(SELECTION, 6)], world)
 
     as_ranks(writers, write)
@@ -242,8 +241,10 @@ def test_what_was_broken_off_comes_back_on_the_rank_that_asks_for_it(
     for rank, (back, drawn) in enumerate(backs):
         assert back.complete is drawn.complete is drawn.partial is None
         np.testing.assert_array_equal(back.selection.prompt_ids, SELECTION.prompt_ids)
-        assert back.partial.keys() == {p for p in SELECTION.prompt_ids[rank::readers].tolist() if p % 4}
-        for prompt, each in back.partial.items():
+        mine = {one.prompt for one in back.partial}
+        assert mine == {p for p in SELECTION.prompt_ids[rank::readers].tolist() if p % 4}
+        for prompt in mine:
+            each = [one for one in back.partial if one.prompt == prompt]
             assert [(one.slot, one.ended) for one in each] == [(one.slot, one.ended) for one in known(prompt)]
             group = group_in(prompt)
             ours = replace(group, completions=tuple(one.completion for one in each))
