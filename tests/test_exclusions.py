@@ -20,6 +20,7 @@ DENSE = PolicyShape(2, 64, 8, 4, 32, 128, 64, True, 1e6, 1e-6, 1536)
 POLICY = {"policy.experts": replace(DENSE, experts=4, experts_per_token=2)}
 """Policies by the condition that they meet. ``DENSE`` has as many positions as the default settings take."""
 NAMES = {
+    "data.chat_template_kwargs": "{enable_thinking: false}",
     "data.rollouts": "rollouts.jsonl",
     "rollout.servers": "[http://a:1]",
     "rollout.tree.branches": "[{at: 2}]",

@@ -15,8 +15,8 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "scripts" / "quickstart.sh"
 
 
-def trained_in(folder: Path, *words: str) -> list[str]:
-    """The ``run.dir`` words of the training, in the order in which they count."""
+def called(folder: Path, *words: str) -> tuple[list[str], str]:
+    """The arguments of the training, and what the script says."""
     (folder / "scripts").mkdir(exist_ok=True)
     shutil.copy(SCRIPT, folder / "scripts")
     (folder / "scripts" / "install.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\nvenv=.venv\n')
@@ -26,7 +26,12 @@ def trained_in(folder: Path, *words: str) -> list[str]:
     path = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     command = ["bash", "scripts/quickstart.sh", *words]
     said = subprocess.run(command, cwd=folder, env=path, check=True, text=True, stdout=subprocess.PIPE).stdout
-    arguments = (folder / "last").read_text().splitlines()
+    return (folder / "last").read_text().splitlines(), said
+
+
+def trained_in(folder: Path, *words: str) -> list[str]:
+    """The ``run.dir`` words of the training, in the order in which they count."""
+    arguments, said = called(folder, *words)
     assert arguments[:2] == ["train", "configs/quickstart.yaml"]
     assert "model.path=runs/quickstart/warm" in arguments, "which is warmed up once"
     folders = [word.removeprefix("run.dir=") for word in arguments if word.startswith("run.dir=")]
@@ -44,6 +49,18 @@ def test_other_settings_have_a_folder_that_their_names_tell(tmp_path: Path) -> N
     assert len(trained_in(tmp_path, *long)[0]) < 120
     assert trained_in(tmp_path, *long) != trained_in(tmp_path, *long, "run.seed=2")
     assert trained_in(tmp_path, "run.dir=mine")[-1] == "mine"
+
+
+def test_a_policy_of_another_kind_has_its_own_config_and_folder(tmp_path: Path) -> None:
+    """Where its directory is there already, nothing is fetched."""
+    (tmp_path / "runs/smollm2/policy").mkdir(parents=True)
+    (tmp_path / "runs/smollm2/policy/config.json").touch()
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" >>made\n')
+    (tmp_path / "python").chmod(0o755)
+    arguments = called(tmp_path, "--policy", "smollm2", "run.seed=2")[0]
+    assert arguments[:3] == ["train", "configs/smollm2.yaml", "model.path=runs/smollm2/policy"]
+    assert "run.dir=runs/smollm2-run.seed-2" in arguments and arguments[-1] == "run.seed=2"
+    assert (tmp_path / "made").read_text() == "tools/smollm2/problems.py runs/smollm2\n"
 
 
 PYTHON = """#!/bin/bash

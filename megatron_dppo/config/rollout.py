@@ -109,6 +109,9 @@ class DataConfig(Section):
     not given this one."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template; false: the prompt's text as it stands."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Switches of the chat template, such as ``{enable_thinking: false}`` of Qwen3's, that are not left as they are by
+    default; as TRL and vLLM call them."""
     max_prompt_tokens: Positive = 512
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"

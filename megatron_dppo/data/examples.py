@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -280,13 +279,20 @@ def is_within_limit(each: Rendered, data: DataConfig) -> bool:
 
 
 def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[str]:
-    """The policy's input: the prompts in the chat template, whose own switches (``enable_thinking``) are left at their
-    defaults, or the prompts as they stand."""
+    """The policy's input: the prompts in the chat template, or the prompts as they stand.
+
+    Raises:
+        UserError: there is no template, it fails for a row, or it has no such switch as ``data.chat_template_kwargs``.
+    """
     if not data.chat_template:
         return [str(example.prompt) for example in examples]
     if not tokenizer.chat_template:
         remedy = "Set data.chat_template=false, or add one"
         raise UserError("data.chat_template", True, "the tokenizer has no chat template", remedy)
+    for switch in data.chat_template_kwargs:
+        if switch not in tokenizer.chat_template:
+            problem = "is no switch of the policy's chat template, which does not name it"
+            raise UserError("data.chat_template_kwargs", switch, problem, "Remove it, or write it as the template does")
     texts: list[str] = []
     for tools, run in groupby(examples, lambda example: example.tools):
         alike = list(run)
@@ -294,7 +300,11 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
             remedy = "Take a policy whose template tells it of tools, or remove the column"
             raise alike[0].row.error("has tools, of which the chat template says nothing", remedy)
         chats = [_chat(example.prompt, data.system) for example in alike]
-        render = partial(tokenizer.apply_chat_template, tools=tools or None, add_generation_prompt=True, tokenize=False)
+        options: dict[str, Any] = {"tools": tools or None, **data.chat_template_kwargs}
+
+        def render(chats: Sequence[Messages], options: dict[str, Any] = options) -> list[str]:
+            return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False, **options)
+
         try:
             texts += render(chats)
         except Exception:  # a template may raise anything; one by one tells which row it was

@@ -227,7 +227,15 @@ def _stored(
     check: LabelCheck = NO_CHECK,
 ) -> StoredRows:
     data = source.columns(data)
-    names = ("prompt_key", "label_key", "system", "chat_template", "max_prompt_tokens", "overlong_prompts")
+    names = (
+        "prompt_key",
+        "label_key",
+        "system",
+        "chat_template",
+        "chat_template_kwargs",
+        "max_prompt_tokens",
+        "overlong_prompts",
+    )
     depends_on = {name: getattr(data, name) for name in names} | {"check": check.name}
     if responses:
         depends_on["response_key"] = data.response_key

@@ -45,7 +45,13 @@ class Tokenizer(Protocol):
     def batch_decode(self, sequences: Sequence[Any], *, skip_special_tokens: bool = False) -> list[str]: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[Any], *, tools: Any = None, add_generation_prompt: bool, tokenize: bool
+        self,
+        conversation: Sequence[Any],
+        *,
+        tools: Any = None,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        **kwargs: Any,
     ) -> list[str]: ...
 
 

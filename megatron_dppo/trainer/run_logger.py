@@ -232,6 +232,7 @@ def _idle(config: Config) -> Iterator[str]:
     predicts = prompts.rule == "neyman"
     rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
     for is_read, keys in (
+        (config.data.chat_template, ("data.chat_template_kwargs",)),
         (weighed, ("loss.tis_level",)),
         (loss.distillation.named, ("loss.distillation.coef", "loss.distillation.direction")),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def test_system_message_stands_before_chats_that_have_none_of_their_own(tokenize
     assert without.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
     assert own.startswith("<|im_start|>system\nBe long.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
     assert "Be brief" not in own and as_text == without
+
+
+def test_switches_of_the_chat_template_are_handed_to_it(tokenizer: Tokenizer, write: Write) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template += "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    data = DataConfig(train=write([{"prompt": "Hi", "label": 1}]))
+    plain, quick = data, data.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
+    without, thoughtless = (load_prompts(each, tokenizer, split="train")[0].text for each in (plain, quick))
+    assert thoughtless == without + "<think>\n\n</think>\n\n"
+    wrong = data.model_copy(update={"chat_template_kwargs": {"enable_thought": False}})
+    with pytest.raises(UserError, match="enable_thought"):
+        load_prompts(wrong, tokenizer, split="train")
 
 
 def test_plain_prompts_are_left_as_they_stand(tokenizer: Tokenizer, write: Write) -> None:
