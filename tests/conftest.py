@@ -19,6 +19,7 @@ from tests.ranks import RankPool
 LONGEST = [
     Path(__file__).parent / name
     for name in (
+        "rehearsal/test_rehearsal.py",
         "trainer/test_checkpoint.py",
         "docs/test_commands.py",
         "test_split_invariance.py",

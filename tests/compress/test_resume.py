@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.trainer.assemble import assemble_frozen
-from tests.ranks import RankPool, forks
+from tests.commands import Command
+from tests.ranks import RankPool
 
 SMALL = 16
 """Tokens of a batch or a pack, of which the four sequences make two or more."""
-ROOT = Path(__file__).parents[2]
 
 
 class KilledError(Exception):
@@ -46,8 +46,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "BATCH_TOKENS", SMALL)
 
 
-def dying_command(words: list[str], writes: int) -> None:
-    """A command that is killed while it writes sums, when it has written them so many times; of ranks the second."""
+def die_after(writes: int) -> None:
+    """This process, or the second of the ranks that it starts, is killed while it writes sums for so manyth a time."""
     left, replacing_file = writes, calibration.replacing_file
 
     @contextmanager
@@ -60,7 +60,6 @@ def dying_command(words: list[str], writes: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     calibration.replacing_file, calibration.KEEP_EVERY_S, calibration.BATCH_TOKENS = dying, 0.0, SMALL
-    sys.exit(main(words))
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +193,8 @@ def test_ranks_go_on_together_where_one_has_written_less(
     ranks.in_turn(2, *((in_shards, policy, layout, answers, tmp_path / f"pp{layout.pp}") for layout in layouts))
 
 
-def of_command(capfd: pytest.CaptureFixture[str]) -> tuple[int, int]:
-    """Sequences that were read before, and by this command."""
-    said = capfd.readouterr().err
+def read_by(said: str) -> tuple[int, int]:
+    """Sequences that were read before, and by the command that said so."""
     before = re.search(r"goes on from the sums of ([\d,]+) sequences", said)
     (read,) = re.findall(r"^sequences: ([\d,]+) in", said, re.MULTILINE)
     return (int(before[1]) if before else 0), int(read)
@@ -222,17 +220,15 @@ def test_a_command_that_was_killed_goes_on(
     has no pass: it is fitted again, to the same weights, before the losses go on."""
     ours = shutil.copytree(policy, tmp_path / "policy")
     assert main(command(ours, tmp_path / "whole", sequences, words)) == 0
-    _, all_read = of_command(capfd)
-    killed = forks().Process(target=dying_command, args=(command(ours, tmp_path / "out", sequences, words), writes))
-    killed.start()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
+    _, all_read = read_by(capfd.readouterr().err)
+    typed = ["megatron-dppo", *command(ours, tmp_path / "out", sequences, words)]
+    assert Command(typed, tmp_path / "log", before=partial(die_after, writes)).exit_code() == -signal.SIGKILL
     folder = tmp_path / ".out.scoring"
     assert folder.is_dir() and not (tmp_path / "out").exists()
     shutil.copytree(folder, tmp_path / ".other.scoring")
     capfd.readouterr()
     assert main(command(ours, tmp_path / "out", sequences, words)) == 0
-    before, read = of_command(capfd)
+    before, read = read_by(capfd.readouterr().err)
     assert before > 0 and before + read == all_read
     assert made(tmp_path / "out") == made(tmp_path / "whole")
     assert not folder.exists(), "they are of no use any more"
@@ -245,23 +241,16 @@ def test_a_command_that_was_killed_goes_on(
 
 
 def test_ranks_that_were_killed_go_on_to_what_one_process_writes(
-    policy: Path, sequences: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    policy: Path, sequences: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(command(policy, tmp_path / "whole", sequences)) == 0
     whole = json.loads((tmp_path / "whole" / "compress.json").read_text())
-    _, all_read = of_command(capfd)
-    words = [*command(policy, tmp_path / "out", sequences), "--layout", "tp=2,dp=1"]
-    ours = "import sys; from tests.compress.test_resume import dying_command; dying_command(sys.argv[3:], 4)"
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nPYTHONPATH='{ROOT}' exec {sys.executable} -c '{ours}' \"$@\"\n")
-    program.chmod(0o755)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", str(program))
-        assert main(words) == 137
-    capfd.readouterr()
-    assert main(words) == 0
-    before, read = of_command(capfd)
+    _, all_read = read_by(capfd.readouterr().err)
+    typed = ["megatron-dppo", *command(policy, tmp_path / "out", sequences), "--layout", "tp=2,dp=1"]
+    assert Command(typed, tmp_path / "killed", before=partial(die_after, 4)).exit_code() == 137
+    log = tmp_path / "log"
+    assert Command(typed, log).exit_code() == 0, log.read_text()
+    before, read = read_by(log.read_text())
     assert before > 0 and before + read == all_read
     shards = json.loads((tmp_path / "out" / "compress.json").read_text())
     assert shards == {

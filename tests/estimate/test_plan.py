@@ -115,15 +115,6 @@ def test_more_replicas_shard_the_optimizer_and_nothing_else() -> None:
     assert whole["optimizer"] == 2 * two["optimizer"]
 
 
-def test_memory_falls_with_tensor_parallel_ranks_and_stages() -> None:
-    def total(tp: int, pp: int) -> float:
-        return sum(trainer_parts(of(f"layout.tp={tp}", f"layout.pp={pp}", "optimizer.distributed=false")).values())
-
-    by_tp = [total(tp, 2) for tp in (1, 2, 4, 8)]
-    assert by_tp == sorted(by_tp, reverse=True)
-    assert total(4, 4) < total(4, 2) < total(4, 1)
-
-
 def test_recomputation_short_packs_and_no_reference_save_memory() -> None:
     plain = sum(trainer_parts(of()).values())
     some, most = (sum(trainer_parts(of(f"model.recompute={kind}")).values()) for kind in ("selective", "full"))

@@ -3,47 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.estimate.memory import chunks_in_flight
 from megatron_dppo.estimate.workload import packs_of
-from megatron_dppo.parallel.layout import stage_layers
 from tests.estimate.test_plan import of, plan, setup, trainer_parts
-
-CUTS = [
-    (8, LayoutConfig(pp=2)),
-    (8, LayoutConfig(pp=2, vpp=2)),
-    (8, LayoutConfig(pp=2, vpp=4)),
-    (94, LayoutConfig(pp=8, first_stage_layers=11, last_stage_layers=11)),
-    (10, LayoutConfig(pp=3, first_stage_layers=2)),
-    (10, LayoutConfig(pp=3, last_stage_layers=4)),
-    (20, LayoutConfig(pp=4, vpp=2, first_stage_layers=4, last_stage_layers=4)),
-    (12, LayoutConfig(pp=2, first_stage_layers=5, last_stage_layers=7)),
-]
-
-
-@pytest.mark.parametrize(("layers", "layout"), CUTS)
-def test_stages_have_the_layers_that_megatron_gives_them(layers: int, layout: LayoutConfig) -> None:
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=8,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=layout.pp,
-        pipeline_dtype="bf16",
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-    )
-    for stage in range(layout.pp):
-        for turn, found in enumerate(stage_layers(layers, stage, layout)):
-            virtual = turn if layout.vpp > 1 else None
-            start = get_transformer_layer_offset(config, virtual, stage)
-            assert found == range(start, start + get_num_layers_to_build(config, virtual, stage))
-    everything = [layer for stage in range(layout.pp) for part in stage_layers(layers, stage, layout) for layer in part]
-    assert sorted(everything) == list(range(layers))
 
 
 @pytest.mark.parametrize(

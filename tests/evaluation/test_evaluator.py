@@ -123,11 +123,6 @@ def test_a_vote_is_what_drawing_among_the_most_frequent_gives_on_average(right: 
     assert vote(right, wrong) == pytest.approx(expected)
 
 
-def test_a_tie_is_shared_evenly() -> None:
-    assert vote(2, ["7", "7", "8"]) == 0.5
-    assert vote(1, ["7", "8"]) == pytest.approx(1 / 3)
-
-
 def test_who_states_nothing_has_no_vote() -> None:
     assert vote(1, ["", "", ""]) == 1.0
     assert vote(0, ["", ""]) == 0.0

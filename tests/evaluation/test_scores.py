@@ -118,12 +118,6 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_with_a_right_one(ans
     np.testing.assert_allclose(pass_at(np.array([answers], float), k), [expected], atol=1e-12)
 
 
-def test_pass_at_k_is_unbiased_and_the_best_of_k_of_more_is_not_needed() -> None:
-    """Sixteen answers estimate what happens with four, of a policy that is right three times in ten."""
-    answers = np.random.default_rng(1).random((20_000, 16)) < 0.3
-    assert mean(pass_at(answers.astype(float), 4)) == pytest.approx(1 - 0.7**4, abs=0.005)
-
-
 def test_a_thousand_answers_overflow_nothing() -> None:
     answers = np.zeros((1, 2000))
     answers[0, :1000] = 1

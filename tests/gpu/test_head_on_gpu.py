@@ -152,6 +152,6 @@ def benchmark(log: Path, *arguments: str) -> dict[str, float]:
 
 
 def test_the_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
-    report = benchmark(tmp_path / "log", "--tokens", "2048", "--vocabulary", "32768", "--hidden", "64")
+    report = benchmark(tmp_path / "log", "--tokens", "1024", "--vocabulary", "32768", "--hidden", "64")
     assert report["device"] == "cpu"
     assert 0 < report["peak_mib"] < 0.5 * report["naive_peak_mib"]

@@ -49,7 +49,6 @@ def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Wei
 
 
 LAYOUTS = {
-    "dp2": LayoutConfig(dp=2),
     "cp2": LayoutConfig(cp=2, dp=1),
     "dp2 pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=2),
     "dp2 tp2 sp": LayoutConfig(tp=2, dp=2, sequence_parallel=True),

@@ -78,8 +78,7 @@ def test_updates_start_from_zeros_and_are_those_of_torchs_adam(
         close(a, b)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize(("distributed", "dtype"), [(True, "bf16"), (False, "fp32")])
 def test_resumed_updates_are_those_of_an_undisturbed_run(
     ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, distributed: bool, dtype: str
 ) -> None:
@@ -91,8 +90,7 @@ def test_resumed_updates_are_those_of_an_undisturbed_run(
         assert all(torch.equal(ours[name], tensor) for name, tensor in weights.items())
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("te_first", [True, False])
+@pytest.mark.parametrize(("te_first", "distributed"), [(True, True), (False, False)])
 def test_the_one_adam_goes_on_from_the_others_checkpoint(
     ranks: RankPool, wheel: Path, policy: Path, tmp_path: Path, te_first: bool, distributed: bool
 ) -> None:

@@ -40,6 +40,8 @@ def test_gpus_get_packs_of_whole_tiles_where_the_limit_allows(
         (12, LayoutConfig(pp=3, vpp=2, first_stage_layers=2, last_stage_layers=6)),
         (10, LayoutConfig(pp=2, first_stage_layers=3, last_stage_layers=7)),
         (11, LayoutConfig(pp=3, last_stage_layers=3)),
+        (10, LayoutConfig(pp=3, first_stage_layers=2)),
+        (20, LayoutConfig(pp=4, vpp=2, first_stage_layers=4, last_stage_layers=4)),
     ],
 )
 def test_stages_have_the_layers_that_megatron_gives_them(layers: int, layout: LayoutConfig) -> None:

@@ -63,7 +63,7 @@ def test_a_damaged_file_costs_no_page(tmp_path: Path, name: str, damage: object)
     assert callable(damage)
     run, rng = whole(tmp_path / "run"), random.Random(f"{name} {damage.__name__}")
     before = (run / name).read_bytes()
-    for _ in range(40):
+    for _ in range(12):
         (run / name).write_bytes(damage(before, rng))
         text = page(read_runs([run]))
         assert "Reward and accuracy" in text

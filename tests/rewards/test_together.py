@@ -198,8 +198,11 @@ def test_groups_are_scored_one_after_another(file: Path, judge: Judge) -> None:
         assert rewards(scoring.finish()) == [float(text) for text in "1122334455"] and judge.most_open == 1
 
 
-def test_a_completion_that_waits_too_long_is_cancelled_by_itself(file: Path, judge: Judge, tmp_path: Path) -> None:
+def test_a_completion_that_waits_too_long_is_cancelled_by_itself(
+    file: Path, judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judge.wanted = 6
+    monkeypatch.setattr("megatron_dppo.rewards.workers.ON_THE_CLOCK", 4)
     with closing(RewardWorkers(f"{file}:compute_score", workers=1, timeout_s=0.5)) as pool:
         (before,) = rewards(pool.score(items("pid")))
         found = pool.score(items("1", "hang", "2", "stubborn", "hang", "3"))

@@ -84,9 +84,7 @@ def deep_policies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool | str, 
 
 
 SAME = {
-    "tp2 distributed optimizer": (LayoutConfig(tp=2, dp=1), {}),
     "tp2 distributed optimizer as it lies in its buffers": (LayoutConfig(tp=2, dp=1), {"fmt": "dp_reshardable"}),
-    "dp2 distributed optimizer bf16": (LayoutConfig(dp=2), {"dtype": "bf16"}),
     "dp2 distributed optimizer bf16, on the host": (LayoutConfig(dp=2), {"dtype": "bf16", "offload": True}),
     "dp2 distributed optimizer on the host, as it lies in its buffers": (
         LayoutConfig(dp=2),
@@ -131,20 +129,15 @@ EP2, EP2_TP2 = LayoutConfig(ep=2, dp=2), LayoutConfig(ep=2, tp=2, etp=1, dp=1, s
 EP2_PP2_VPP2 = LayoutConfig(ep=2, pp=2, vpp=2, dp=2)
 OTHERS = (LayoutConfig(dp=1), LayoutConfig(tp=4, dp=1), LayoutConfig(pp=4, dp=1), LayoutConfig(dp=2))
 CHANGED = {
-    "untied, distributed optimizer": (TP2_PP2, OTHERS, False, {}),
-    "tied, distributed optimizer": (TP2_PP2, OTHERS, True, {}),
-    "untied, plain optimizer": (TP2_PP2, OTHERS, False, {"distributed": False}),
-    "tied, plain optimizer": (TP2_PP2, OTHERS, True, {"distributed": False}),
-    "from one rank": (LayoutConfig(dp=1), (LayoutConfig(dp=2), TP2_PP2), True, {}),
+    "tied": (TP2_PP2, OTHERS, True, {}),
+    "plain optimizer": (TP2_PP2, (LayoutConfig(tp=4, dp=1), LayoutConfig(dp=2)), True, {"distributed": False}),
+    "from one rank": (LayoutConfig(dp=1), (TP2_PP2, LayoutConfig(cp=2, pp=2, dp=1)), False, {}),
     "from context-parallel ranks": (CP2, (LayoutConfig(dp=1), LayoutConfig(cp=2, dp=2)), True, {}),
-    "from context-parallel ranks, plain optimizer": (CP2, (LayoutConfig(dp=1),), False, {"distributed": False}),
-    "to context-parallel ranks": (LayoutConfig(dp=1), (CP2, LayoutConfig(cp=2, pp=2, dp=1)), False, {}),
+    "to virtual stages, plain optimizer": (CP2, (PP2_VPP2,), False, {"distributed": False}),
     "from virtual stages": (PP2_VPP2, (LayoutConfig(dp=1), TP2_PP2), True, {}),
-    "to virtual stages, plain optimizer": (LayoutConfig(dp=1), (PP2_VPP2,), False, {"distributed": False}),
-    "from experts": (EP2, (LayoutConfig(dp=1), TP2, PP2_VPP2, EP2_TP2), "experts", {}),
-    "to experts": (LayoutConfig(dp=1), (EP2, EP2_TP2, EP2_PP2_VPP2), "experts", {}),
-    "from experts, plain optimizer": (EP2, (LayoutConfig(dp=1), EP2_TP2), "experts", {"distributed": False}),
-    "to experts, plain optimizer": (TP2, (EP2, EP2_PP2_VPP2), "experts", {"distributed": False}),
+    "from experts": (EP2, (TP2, PP2_VPP2, EP2_TP2), "experts", {}),
+    "to experts": (LayoutConfig(dp=1), (EP2_TP2, EP2_PP2_VPP2), "experts", {}),
+    "to other experts, plain optimizer": (EP2, (EP2_TP2, EP2_PP2_VPP2), "experts", {"distributed": False}),
     "replicas in dp_reshardable": (
         LayoutConfig(dp=2),
         (LayoutConfig(dp=1), LayoutConfig(dp=3)),

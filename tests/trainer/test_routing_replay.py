@@ -25,7 +25,6 @@ EXPERTS, LAYERS = 8, 4
 SHARED = "in shared packs"
 LAYOUTS = {
     "recomputing": ONE,
-    "pp2": LayoutConfig(pp=2, dp=1),
     "pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=1),
     "ep2 dp2": LayoutConfig(ep=2, dp=2),
     "tp2 sp": LayoutConfig(tp=2, dp=1, sequence_parallel=True),
@@ -98,7 +97,7 @@ def updates_of(ranks: RankPool, calls: dict[str, Config]) -> dict[str, Update]:
 def test_what_is_replayed_depends_on_no_layout_and_on_no_recomputation(ranks: RankPool, policy: Path) -> None:
     calls = {f"update, {name}": config_of(policy, layout, UPDATE, recompute="full") for name, layout in LAYOUTS.items()}
     calls["update, ep2 dp2"] = config_of(policy, LAYOUTS["ep2 dp2"], UPDATE, recompute="selective")
-    for loss, names in ((UPDATE, ("pp2",)), (ROLLOUT, ("pp2 vpp2", "tp2 sp", "cp2"))):
+    for loss, names in ((UPDATE, ("pp2 vpp2",)), (ROLLOUT, ("pp2 vpp2", "tp2 sp", "cp2"))):
         for name in names:
             config = config_of(policy, LAYOUTS[name], loss, recompute="full", share="on")
             calls[f"{loss.replay_routing}, {name}, {SHARED}"] = config
