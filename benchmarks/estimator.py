@@ -27,7 +27,8 @@ from training_stages import Stage, training_stages
 from megatron_dppo import config
 from megatron_dppo.config import PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import OBJECTIVES, group_advantages
+from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.pruning.sampling import draw_bernoulli
 from megatron_dppo.rl.types import Floats, StepMetadata

@@ -34,7 +34,8 @@ from megatron_dppo.config import (
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.exchange import deliver
-from megatron_dppo.rl.objectives import group_advantages, objective_for, soft_overlong_penalty
+from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.pruning.draw import PruningDraw, prune_minibatch

@@ -14,7 +14,8 @@ from transformers import Qwen3ForCausalLM
 from megatron_dppo.config import Config, DistillationConfig, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.microbatch import Microbatch, Responses, to_device
-from megatron_dppo.rl.objectives import OBJECTIVES, advantages_of_segments, group_advantages, objective_for
+from megatron_dppo.rl.advantages import advantages_of_segments, group_advantages
+from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.pruning.draw import completion_candidates
 from megatron_dppo.rl.types import Group, StepMetadata

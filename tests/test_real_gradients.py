@@ -21,7 +21,8 @@ import pytest
 
 from benchmarks.real_gradients import norm
 from megatron_dppo.config import CompletionPruningConfig, Config, PromptPruningConfig, PruningConfig, replace
-from megatron_dppo.rl.objectives import group_advantages, normaliser, objective_for
+from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.objectives import normaliser, objective_for
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.draw import PruningDraw, prune_minibatch

@@ -120,8 +120,6 @@ DAPO = LossConfig(name="dapo", tis_cap=2.0)
 PLAIN = ("dp2", "cp2", "ep2 dp2")
 """Where the plain optimizer, whose state is not distributed, is tried as well: it sums gradients in another way."""
 OF_FAMILIES = ("tp2 sp", "tp2 sp pp2", "tp2 sp dp2")
-OF_TIED = ("tp2", "dp2", "cp4", "cp2 pp2", "cp2 tp2 sp", "tp2 sp dp2", "pp2 uneven", "tp2 sp pp2 vpp2")
-"""Every kind of rank, and every pair of kinds that share the embeddings or their gradient."""
 DENSE = [*LAYOUTS]
 EXPERTS = {
     "ep2 dp2": LayoutConfig(ep=2, dp=2),
@@ -139,7 +137,7 @@ the experts' parameters are marked."""
 LAYOUTS |= EXPERTS
 MATRIX: dict[str, tuple[Callable[[Path], object], LossConfig, Sequence[str]]] = {
     "Qwen3, grpo": (write_policy, GRPO, DENSE),
-    "Qwen3 tied, dapo": (partial(write_policy, tied=True), DAPO, OF_TIED),
+    "Qwen3 tied, dapo": (partial(write_policy, tied=True), DAPO, DENSE),
     "Qwen2.5, grpo": (partial(write_qwen2, sizes=Sizes(vocab_size=VOCAB)), GRPO, OF_FAMILIES),
     "Qwen3-MoE, grpo": (
         partial(write_qwen3_moe, sizes=Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=8),

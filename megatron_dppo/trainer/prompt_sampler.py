@@ -17,7 +17,8 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import Pool, PromptPool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import advantages_of_segments, objective_for
+from megatron_dppo.rl.advantages import advantages_of_segments
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.draw import completion_candidates
 from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import select

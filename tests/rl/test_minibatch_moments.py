@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import LossConfig
-from megatron_dppo.rl.objectives import minibatch_advantages, objective_for
+from megatron_dppo.rl.advantages import minibatch_advantages
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata
 from tests.rl.steps import step_config, step_metadata

@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dppo.config import LossConfig
+from megatron_dppo.rl.advantages import group_advantages, minibatch_advantages
 from megatron_dppo.rl.objectives import (
     OBJECTIVES,
     Aggregation,
     coefficient,
-    group_advantages,
     kept_share,
-    minibatch_advantages,
     normaliser,
     objective_for,
     soft_overlong_penalty,

@@ -18,7 +18,7 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import group_advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pack import prefix_tree
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, plan_step, split_groups, take_groups

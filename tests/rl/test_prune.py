@@ -9,7 +9,7 @@ import pytest
 
 import megatron_dppo
 from megatron_dppo import prune
-from megatron_dppo.rl.objectives import group_advantages
+from megatron_dppo.rl.advantages import group_advantages
 from tests.rl.integration import FixedOffset
 
 DRAWS = 1024

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_dppo.config import Config, LossConfig, RolloutConfig, replace
 from megatron_dppo.rl import plan as planning
-from megatron_dppo.rl.objectives import advantages_of_segments, objective_for, role_advantages
+from megatron_dppo.rl.advantages import advantages_of_segments, role_advantages
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import build_pack, prompts_shared
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.draw import completion_candidates, prune_minibatch

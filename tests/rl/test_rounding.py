@@ -10,8 +10,9 @@ import pytest
 from megatron_dppo import prune
 from megatron_dppo.config import TreeConfig
 from megatron_dppo.config.rollout import BranchConfig
+from megatron_dppo.rl.advantages import group_advantages, minibatch_advantages
 from megatron_dppo.rl.numbers import ROUNDING, is_right, without_rounding
-from megatron_dppo.rl.objectives import OBJECTIVES, group_advantages, minibatch_advantages, objective_for
+from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
 from megatron_dppo.rl.pruning.draw import census, prune_minibatch
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.history import PromptHistory

@@ -10,7 +10,8 @@ import pytest
 from megatron_dppo.config import Config, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl import plan as planning
-from megatron_dppo.rl.objectives import advantages_of_segments, objective_for
+from megatron_dppo.rl.advantages import advantages_of_segments
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import gather_metadata, plan_step
 from megatron_dppo.rl.sequences import check_sequences, further_lengths, longest_response, spoken
 from megatron_dppo.rl.types import Completion, Prompt, StepMetadata, StepPlan, VersionSpan

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_dppo.config import Config, RolloutConfig, replace
 from megatron_dppo.rl import plan as planning
-from megatron_dppo.rl.objectives import completion_advantages, objective_for
+from megatron_dppo.rl.advantages import completion_advantages
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack, prompts_shared
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.sequences import no_further

@@ -18,8 +18,9 @@ import torch
 
 from megatron_dppo.config import Config, DistillationConfig, PackConfig, PromptPruningConfig, replace
 from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.losses import token_losses
-from megatron_dppo.rl.objectives import group_advantages, objective_for
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack, prompts_shared
 from megatron_dppo.rl.pruning import prompt_rules
 from megatron_dppo.rl.pruning.completion_rules import adopt

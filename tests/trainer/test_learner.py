@@ -175,6 +175,15 @@ def test_second_update_of_a_rollout_is_measured_against_the_policy_before_the_fi
     assert metrics["train/pg_clipfrac"] > 0
 
 
+def test_recomputing_activations_changes_nothing(ranks: RankPool, path: Path) -> None:
+    config = config_for(path, LayoutConfig(tp=2, dp=1, sequence_parallel=True), LossConfig(), 64, distributed=True)
+    ways = [replace(config, model=replace(config.model, recompute=way)) for way in ("none", "selective", "full")]
+    (_, expected), *others = (results[0] for results in ranks.in_turn(2, *((learn, way) for way in ways)))
+    for _, ours in others:
+        for name, tensor in expected.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
+
+
 def test_bf16_update_points_where_the_fp32_one_does(ranks: RankPool, path: Path) -> None:
     config = config_for(path, LayoutConfig(tp=2, dp=1), LossConfig(), 64, distributed=True)
     config = replace(config, optimizer=replace(config.optimizer, lr=100.0))  # far enough to be seen in bf16 weights

@@ -20,7 +20,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.data.prompts import PromptPool, SourcePool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import group_advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptForecast
 from megatron_dppo.rl.pruning.schedule import mixed

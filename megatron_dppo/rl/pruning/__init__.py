@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from megatron_dppo.rl.objectives import group_advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,

@@ -13,17 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
+from megatron_dppo.rl.advantages import advantages_of_segments, completion_advantages, group_advantages
 from megatron_dppo.rl.census import Cell, PruningStats
 from megatron_dppo.rl.numbers import without_rounding
-from megatron_dppo.rl.objectives import (
-    Objective,
-    advantages_of_segments,
-    coefficient,
-    completion_advantages,
-    group_advantages,
-    kept_share,
-    normaliser,
-)
+from megatron_dppo.rl.objectives import Objective, coefficient, kept_share, normaliser
 from megatron_dppo.rl.pruning.completion_rules import (
     CompletionCandidates,
     completion_inclusion,

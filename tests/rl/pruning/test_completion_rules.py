@@ -3,7 +3,7 @@ import pytest
 
 from megatron_dppo.config import CompletionPruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import group_advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.census import PruningStats
-from megatron_dppo.rl.objectives import group_advantages
 from megatron_dppo.rl.pruning.forecast import (
     Outcomes,
     PredictorMetrics,

@@ -4,7 +4,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from megatron_dppo.rl.objectives import group_advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.history import PromptHistory
 
 

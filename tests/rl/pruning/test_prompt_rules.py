@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.objectives import group_advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, adopt, prompt_rule, select
 from megatron_dppo.rl.seeds import Purpose, generator
