@@ -73,7 +73,7 @@ class Entry:
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, by name."""
-        rank = self.mapping.rank
+        rank = self.mapping.lora_rank
         return {self._numbered(name): _tensor_shape(self.shape, name, rank) for name in self.mapping.tensors}
 
     @property
@@ -195,7 +195,7 @@ def _adapter_mappings(
             for letter, split in zip("ba", splits, strict=True):
                 names = tuple(f"{_adapters_of(of)}.{target}.{letter}" for of in mapping.megatron)
                 tensor = f"{PEFT}{module}.lora_{letter.upper()}.weight"
-                found.append(ParameterMapping(split, names, (tensor,), rank=rank))
+                found.append(ParameterMapping(split, names, (tensor,), lora_rank=rank))
     return tuple(found)
 
 

@@ -239,7 +239,7 @@ class StoredPolicy:
                 raise DamagedError(f"{name} is truncated: {found:,} bytes of at least {size:,}")
 
     def _find(self, wanted: Sequence[Entry], shape: PolicyShape) -> dict[Entry, Blocks]:
-        if not wanted[0].mapping.rank and any(".lora." in key for key in self._tensors):
+        if not wanted[0].mapping.lora_rank and any(".lora." in key for key in self._tensors):
             problem = "holds the adapters of a run with model.lora, and not the policy that they belong to"
             remedy = "Give the run's export, RUN/hf, or what `megatron-dppo export RUN --merge` makes"
             raise self._unreadable(problem, remedy)

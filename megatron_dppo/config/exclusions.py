@@ -110,9 +110,15 @@ def _rows(commands: str, **row: Any) -> Iterator[Exclusion]:
 
 
 def _defaults(terms: tuple[Term, ...]) -> str:
-    """The remedy of setting one of the terms' settings to its default, if the term does not hold then."""
+    """The remedy of setting one of the terms' settings to its default, if the term does not hold then.
+
+    Raises:
+        ValueError: there is no such setting, and the row has no remedy of its own.
+    """
     defaults = dict(Config().leaves())
     others = [term.key for term in terms if term.key in defaults and not term.holds(Config(), None)]
+    if not others:
+        raise ValueError(f"row of {terms[0].key} in {TABLE.name}: no default ends it, so it requires a remedy")
     return f"Set {', or '.join(f'{key}={text_of(defaults[key])}' for key in others)}"
 
 

@@ -1,6 +1,7 @@
-"""A family of models: everything that ``models/families`` tells the package of it. Needs no torch.
+"""What a file in ``models/families`` says of a family of models. Needs no torch.
 
-The rows of a Megatron parameter name its Hugging Face tensors, and how ranks share it; families choose among them.
+A family lists the parameters of a layer. Each is a row: its names in Megatron, its Hugging Face tensors, and how ranks
+share it. The rows that families have in common are here.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ REPLICATED, COLUMN, ROW, VOCABULARY, QKV = Split
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterMapping:
-    """One line of a table. In its names ``{layer}`` is counted over all stages, ``{expert}`` over all ranks."""
+    """A Megatron parameter and its Hugging Face tensors. In the names ``{layer}`` is counted over all stages,
+    ``{expert}`` over all ranks."""
 
     split: Split
     megatron: tuple[str, ...]
-    """The parameter's name, one per layer specification where they differ."""
+    """The parameter's name. Where it differs between layer specifications there are two: that of the specification with
+    norms of their own, and that of Transformer Engine's, which fuses a norm into the linear layer after it."""
     tensors: tuple[str, ...]
     """Hugging Face's names, in the order of stacking."""
     is_copy: bool = False
     """Whether another mapping has these tensors too. Such a parameter is loaded, and never streamed."""
-    rank: int = 0
+    lora_rank: int = 0
     """Rank of the adapter whose matrix A or B this is; 0: a parameter of the policy."""
 
     @property
     def key(self) -> str:
-        """The parameter's name in Megatron's distributed format, whatever the specification.
-
-        It has the fused norms' names. Layers and experts are not in it: they are leading dimensions there.
-        """
+        """The parameter's name in Megatron's distributed format, the same for both specifications: Transformer
+        Engine's. Layers and experts are leading dimensions there, and no part of the name."""
         return self.megatron[-1].replace(".{layer}", "").replace(".local_experts.{expert}", ".experts")
 
     @property
@@ -58,7 +59,7 @@ class ParameterMapping:
 
 
 def layer_row(split: Split, megatron: str, *tensors: str) -> ParameterMapping:
-    """A parameter of every layer. Where layer specifications differ in its name, ``|`` is between the names."""
+    """A parameter of every layer. If it has two names in Megatron, ``|`` is between them."""
     names = tuple("decoder.layers.{layer}." + name for name in megatron.split(" | "))
     return ParameterMapping(split, names, tuple("model.layers.{layer}." + name for name in tensors))
 
@@ -78,7 +79,7 @@ QK_NORMS = (
     layer_row(REPLICATED, "self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
     layer_row(REPLICATED, "self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
 )
-QKV_BIAS = layer_row(QKV, "self_attention.linear_qkv.bias", *(f"self_attn.{x}_proj.bias" for x in "qkv"))
+QKV_BIASES = (layer_row(QKV, "self_attention.linear_qkv.bias", *(f"self_attn.{x}_proj.bias" for x in "qkv")),)
 MLP = (
     layer_row(REPLICATED, _MLP_NORM, "post_attention_layernorm.weight"),
     layer_row(COLUMN, "mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -104,7 +105,8 @@ DIMENSIONS = {
     "down_proj": ("hidden", "feed_forward"),
     "gate": ("experts", "hidden"),
 }
-"""The dimensions of a Hugging Face module's weight, outputs first; a bias has the outputs. Of other norms: hidden."""
+"""Dimensions of the weight of a Hugging Face module, outputs first; its bias has the outputs. A norm that is not in the
+table has ``hidden``."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,9 @@ class Family:
     """A family of decoders with grouped-query attention, SwiGLU or experts of it, RMSNorm, and rotary positions."""
 
     architecture: str
-    """Its name in config.json: ``Qwen3ForCausalLM``."""
+    """Its class in transformers, as config.json names it: ``Qwen3ForCausalLM``."""
     model_type: str
-    """The same for transformers, for the pages and for ``init``: ``qwen3``."""
+    """Its short name in config.json, by which ``init --family`` and the documentation call it: ``qwen3``."""
     rows: tuple[ParameterMapping, ...]
     """The parameters of a layer."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -134,7 +136,8 @@ class Family:
     """config.json's names of fields of ``PolicyShape``, where they are not those of :data:`shape.KEYS`. ``|`` is
     between an earlier and a later name."""
     optional: tuple[str, ...] = ()
-    """Sizes that config.json may leave out, as readers work them out: ``head_dim``, ``num_key_value_heads``."""
+    """Sizes that config.json may leave out, and that transformers then derives: ``head_dim``,
+    ``num_key_value_heads``."""
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings of config.json with their supported values. The first is the default, and ``init`` writes it."""
     rope_scalings: tuple[type[RopeScaling], ...] = ()

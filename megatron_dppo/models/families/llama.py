@@ -11,7 +11,7 @@ from megatron_dppo.models.family import ATTENTION, MLP, Family, RopeScaling
 
 @dataclass(frozen=True, slots=True)
 class LlamaRopeScaling(RopeScaling):
-    """Llama 3.1's: long waves are slowed by ``factor``, short ones stay, and between them it is interpolated.
+    """Llama 3.1's: low frequencies are divided by ``factor``, high ones stay, and those between are interpolated.
 
     Source: https://github.com/meta-llama/llama-models, ``apply_scaling``.
     """
@@ -23,9 +23,9 @@ class LlamaRopeScaling(RopeScaling):
     original_max_position_embeddings: float
 
     def scale(self, frequencies: Any) -> Any:
-        waves = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = ((waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)
-        return frequencies * ((1 - kept) / self.factor + kept)
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        unscaled = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)
+        return frequencies * ((1 - unscaled) / self.factor + unscaled)
 
 
 FAMILY = Family(

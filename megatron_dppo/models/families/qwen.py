@@ -1,11 +1,11 @@
-"""Qwen2.5, under the name of Qwen2, has biases in queries, keys and values. Qwen3 has normed queries and keys, and is
-dense or has experts in every layer."""
+"""Qwen2.5, which transformers calls Qwen2, has biases of queries, keys and values. Qwen3 has norms of queries and keys,
+and is dense or has experts in every layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_dppo.models.family import ATTENTION, EXPERTS, MLP, QK_NORMS, QKV_BIAS, Family
+from megatron_dppo.models.family import ATTENTION, EXPERTS, MLP, QK_NORMS, QKV_BIASES, Family
 
 SUPPORTED = {"attention_bias": (False, None), "hidden_act": ("silu",), "use_sliding_window": (False, None)}
 
@@ -19,7 +19,7 @@ def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, tied
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
-    rows=(*ATTENTION, QKV_BIAS, *MLP),
+    rows=(*ATTENTION, *QKV_BIASES, *MLP),
     megatron={"add_qkv_bias": True},
     optional=("head_dim",),
     supported=SUPPORTED,
