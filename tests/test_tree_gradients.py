@@ -107,7 +107,7 @@ def planned_gradient(trainer: Trainer, plan: StepPlan, held: Mapping[int, Group]
 
 
 def measure_mistake(rank: int, size: int, folder: Path, tree: TreeConfig) -> Floats:
-    with mock.patch("megatron_dppo.rl.objectives.tree_advantages", mean_of_leaves):
+    with mock.patch("megatron_dppo.rl.advantages.tree_advantages", mean_of_leaves):
         return measure(rank, size, folder, tree, pruned=False)
 
 

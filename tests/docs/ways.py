@@ -56,6 +56,11 @@ EVALUATED = f"{LAYOUT} rollout.max_response_tokens=8 --problems 2"
 TEST_ONLY = {"sbatch ": "sbatch --test-only "}
 WAYS = (
     # What CI itself runs, whole.
+    Way(
+        r"bash scripts/quickstart\.sh --policy smollm2",
+        "elsewhere",
+        by=(CI, "bash scripts/quickstart.sh --policy smollm2"),
+    ),
     Way(r"bash scripts/quickstart\.sh", "elsewhere", by=(CI, "bash scripts/quickstart.sh")),
     Way(r"bash scripts/chaos\.sh 100", "elsewhere", by=(CI, "bash scripts/chaos.sh 6\n")),
     Way(r"bash scripts/chaos\.sh 100 --servers", "elsewhere", by=(CI, "bash scripts/chaos.sh 5 --servers\n")),
