@@ -142,7 +142,7 @@ def test_the_local_engine_waits_once_for_each_look_at_who_has_ended(found: Found
     """And three times for the results of a batch: stops, tokens, log-probabilities."""
     check_runs(found["engine: dense"])
     decoding = "copy to the host in megatron_dppo/rollout/decoding.py:Decoding"
-    assert found["engine: dense"]["waits"] == {f"{decoding}._retire": 6, f"{decoding}.parts": 3}
+    assert found["engine: dense"]["waits"] == {f"{decoding}._retire": 6, f"{decoding}.paths": 3}
 
 
 @pytest.mark.parametrize("name", NAMES)
