@@ -172,7 +172,7 @@ def prune_metrics(
       pruning either, so that they are no saving.
     - ``variance_inflation``: see the function of that name.
     - ``noise_share_prompts``, ``noise_share_completions``: the shares of prompt and completion pruning in the
-      gradient's noise, see ``Noise``. The rest is the share of sampling.
+      gradient's noise, see ``gradient_noise``. The rest is the share of sampling.
 
     The last three are left out if the rule of either level is biased: its error is its bias as well as its variance.
     A biased rule for completions is recognised by its weights.
@@ -201,11 +201,12 @@ def prune_metrics(
     if weight.size:
         metrics["prune/effective_sample_size"] = float(weight.sum() ** 2 / (weight.size * (weight**2).sum()))
     if not biased_prompts and all(_weighted_by_inclusion(part, pruned) for part, pruned in parts):
-        noise = gradient_noise(parts)
+        sampling, by_prompts, by_completions = gradient_noise(parts)
+        total = sampling + by_prompts + by_completions
         metrics |= {
             "prune/variance_inflation": variance_inflation(parts),
-            "prune/noise_share_prompts": noise.prompts / noise.total if noise.total > 0.0 else 0.0,
-            "prune/noise_share_completions": noise.completions / noise.total if noise.total > 0.0 else 0.0,
+            "prune/noise_share_prompts": by_prompts / total if total > 0.0 else 0.0,
+            "prune/noise_share_completions": by_completions / total if total > 0.0 else 0.0,
         }
     return metrics
 
@@ -243,39 +244,25 @@ def variance_inflation(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> flo
     return sum(float((square * weight).sum()) for square, weight in squares) / full if full > 0.0 else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Where the noise of a step's gradient comes from: three sums over the window. Only their ratios are of use.
+def gradient_noise(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> tuple[float, float, float]:
+    """Where the noise of the gradient comes from, of a step whose weights are 1/(π_prompt·π).
 
-        Noise(sampling=1.0, prompts=0.25, completions=0.0)
+    Each sum is over the window, and an unbiased estimate from the prompts rolled out. Only their ratios are of use.
+    They take the terms for orthogonal and the draws for *independent*; a systematic draw adds less noise than that. h
+    is that of ``variance_inflation``, which times the first sum is the sum of all three.
 
-    has a fifth of its noise from the pruning of prompts. Each sum is an unbiased estimate from the prompts rolled out.
-    It takes the terms for orthogonal and the draws for *independent*; a systematic draw adds less noise than that. h is
-    that of ``variance_inflation``.
+    Returns:
+        - Σ h², the noise of the full batch, whose completions are sampled. Estimated by Σ h²/π_q.
+        - Σ h²·(1/π_q − 1), which the draw of prompts adds. Estimated by Σ (h²/π_q)·(1/π_q − 1).
+        - Σ (h²/π_q)·(1/π − 1), which that of completions adds. Estimated by Σ (h²/π_q)·(1/π_q)·(1/π − 1).
     """
-
-    sampling: float
-    """Σ h², the noise of the full batch, whose completions are sampled. Estimated by Σ h²/π_q."""
-    prompts: float
-    """Σ h²·(1/π_q − 1), which the draw of prompts adds. Estimated by Σ (h²/π_q)·(1/π_q − 1)."""
-    completions: float
-    """Σ (h²/π_q)·(1/π − 1), which the draw of completions adds. Estimated by Σ (h²/π_q)·(1/π_q)·(1/π − 1)."""
-
-    @property
-    def total(self) -> float:
-        """``variance_inflation`` times ``sampling``."""
-        return self.sampling + self.prompts + self.completions
-
-
-def gradient_noise(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> Noise:
-    """The noise of a step whose weights are 1/(π_prompt·π)."""
     sampling = prompts = completions = 0.0
     for part, pruned in parts:
         square, first = _squares(part, pruned), 1.0 / part.prompt_inclusion[:, None]
         sampling += float(square.sum())
         prompts += float((square * (first - 1.0)).sum())
         completions += float((square * np.maximum(pruned.weight - first, 0.0)).sum())
-    return Noise(sampling, prompts, completions)
+    return sampling, prompts, completions
 
 
 def _squares(part: StepMetadata, pruned: PruningDraw) -> Floats:

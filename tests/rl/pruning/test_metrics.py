@@ -60,7 +60,7 @@ def test_noise_is_estimated_without_bias_and_is_the_variance_of_independent_draw
     estimates = np.zeros(3)
     for chance, prompts in _draws(metadata.prompt_inclusion):
         noise = gradient_noise([_rolled_out(metadata, pruned, np.flatnonzero(prompts))])
-        estimates += chance * np.array([noise.sampling, noise.prompts, noise.completions])
+        estimates += chance * np.array(noise)
         for share, completions in _draws(pruned.inclusion):
             error = h * (prompts[:, None] & completions) * pruned.weight - h
             variance += chance * share * float((error**2).sum())
