@@ -1,4 +1,4 @@
-"""What a file in ``models/families`` says of a family of models. Needs no torch.
+"""The description of a family of models, as a file in ``models/families`` gives it. Needs no torch.
 
 A family lists the parameters of a layer. Each is a row: its names in Megatron, its Hugging Face tensors, and how ranks
 share it. The rows that families have in common are here.
