@@ -82,7 +82,7 @@ class Collector:
         rollouts.prompts = prompts
         if self._offline is not None:
             return rollouts
-        rollouts.requested = self.ask(
+        rollouts.pending = self.ask(
             prompts,
             samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
@@ -95,10 +95,10 @@ class Collector:
 
     def break_off(self, under_way: Sequence[StepRollouts]) -> bool:
         """Break off rollouts, which then know how far they are. False: the engine is to finish them. Collective."""
-        requests = [each.requested for each in under_way]
-        progress = self._engine.break_off(requests) if requests else None
+        of_engine = under_way if self._offline is None else ()
+        progress = self._engine.break_off([each.pending for each in of_engine]) if of_engine else None
         for rollouts, so_far in zip(under_way, progress or (), strict=progress is not None):
-            rollouts.partial, rollouts.requested = so_far, None
+            rollouts.partial, rollouts.prompts, rollouts.pending = so_far, None, None
         return progress is not None
 
     def finish(self, rollouts: StepRollouts) -> RolloutBatch:
@@ -108,11 +108,12 @@ class Collector:
             UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
         """
         selection, rollout = rollouts.selection, self._config.rollout
+        assert rollouts.prompts is not None, "they are requested first"
         total = len(selection.prompt_ids) * rollout.samples_per_prompt
         if self._offline is not None:
             answers = self._read(_offline_answers(rollouts.prompts, self._offline))
         else:
-            answers = self.answers(rollouts.prompts, rollouts.requested, of_all=total)
+            answers = self.answers(rollouts.prompts, rollouts.pending, of_all=total)
         if rollout.conversation or rollout.custom_generate or rollout.engine_function:  # others make one sequence
             look = partial(check_sequences, self._config, answers.prompts, answers.completions)
             self._world.together(look, what="look at the rollouts' sequences")

@@ -54,7 +54,7 @@ class StepRollouts:
         StepRollouts(Selection(...), step=4)
 
     is *selected*: its prompts are drawn, and nothing is asked for. With ``partial`` it was broken off, with
-    ``requested`` the engine is at work on it, and with ``complete`` it is ready to be trained on.
+    ``prompts`` the engine is at work on it, and with ``complete`` it is ready to be trained on.
     """
 
     selection: Selection
@@ -63,24 +63,24 @@ class StepRollouts:
     """The step that trains on them."""
     partial: list[PartialRollout] | None = None
     """How far this rank's prompts were when they were broken off."""
-    prompts: Sequence[Prompt] = ()
-    """This rank's, once they are requested."""
-    requested: Any = None
-    """The engine's own word for what it is at work on; None: nothing."""
+    prompts: Sequence[Prompt] | None = None
+    """This rank's, while they are requested and not complete; None: they are not requested."""
+    pending: Any = None
+    """What the engine returned for the request."""
     complete: CompleteRollouts | None = None
 
     @property
     def under_way(self) -> bool:
         """Whether they are requested, and not complete."""
-        return self.requested is not None
+        return self.prompts is not None
 
     def restart(self) -> None:
         """Forget all but the prompts."""
-        self.partial = self.requested = self.complete = None
+        self.partial = self.prompts = self.pending = self.complete = None
 
     def finish(self, complete: CompleteRollouts) -> None:
         """Replace the request, whose completions are in ``complete``."""
-        self.partial, self.requested, self.complete = None, None, complete
+        self.partial, self.prompts, self.pending, self.complete = None, None, None, complete
 
     def fit(self, config: Config, *, oldest: int, routed: bool) -> bool:
         """Whether a run with these settings may go on with this rank's share.

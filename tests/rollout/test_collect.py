@@ -98,6 +98,22 @@ MIXED = said("score 1", "score 0", "score 0")
 BROKEN = said("score 1", "raise it", "score 0")
 
 
+def test_rollouts_are_under_way_whatever_an_engine_returns_for_them(bench: Bench) -> None:
+    """An engine of the user's own may have nothing to return; its prompts are not to be asked for twice."""
+
+    class Wordless(ScriptedEngine):
+        def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:  # type: ignore[override]
+            super().begin(prompts, sampling)
+
+    collector = bench.collector({4: MIXED})
+    bench.engine.__class__ = Wordless
+    rollouts = StepRollouts(Selection(np.array([4]), np.ones(1), 1), step=0)
+    assert not rollouts.under_way
+    assert collector.request(pool_of(10), rollouts).under_way
+    rollouts.restart()
+    assert not rollouts.under_way
+
+
 def test_group_one_of_whose_scores_failed_leaves_whole(bench: Bench) -> None:
     result = bench.collect({4: MIXED, 2: BROKEN})
     assert result.metadata.prompt_ids.tolist() == [4]

@@ -213,7 +213,7 @@ def test_a_step_s_rollouts_are_read_while_others_are_generated_and_so_are_offlin
             rollouts = collector.collected([collector.finish(begun)])
             assert server.asked == 2 * SAMPLES
             server.asked = 0
-            answers = collector.answers(begun.prompts, begun.requested, of_all=6)
+            answers = collector.answers(begun.prompts, begun.pending, of_all=6)
         unread = [tuple(dataclasses.replace(c, teacher_logprobs=None) for c in g) for g in answers.completions]
         groups = zip(answers.prompts, unread, answers.scores, strict=True)
         offline = {prompt.id: OfflineGroup(completions, tuple(scores)) for prompt, completions, scores in groups}
