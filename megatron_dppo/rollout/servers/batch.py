@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -70,7 +70,8 @@ class RequestBatch:
         self.prompts, self.sampling, self.number = prompts, sampling, number
         self.oldest = oldest
         """Version before which no token may be made from now on."""
-        self.samples = [self._samples(prompt, so_far) for prompt in prompts]
+        known = {(one.prompt, one.slot): one for one in so_far}
+        self.samples = [self._samples(prompt, known) for prompt in prompts]
         """Completions that begin with each prompt."""
         self.broken_off = False
         """Whether no more of it is to be asked."""
@@ -103,14 +104,13 @@ class RequestBatch:
         begun = [one for each in self.samples for one in each if not one.fresh]
         return [PartialRollout(one.stem.prompt.id, one.slot, joined(one.parts), one.ended) for one in begun]
 
-    def _samples(self, prompt: Prompt, so_far: Sequence[PartialRollout]) -> list[PartialCompletion]:
+    def _samples(self, prompt: Prompt, known: Mapping[tuple[int, int], PartialRollout]) -> list[PartialCompletion]:
+        """Completions that begin with a prompt. ``known`` has partial ones by prompt and slot."""
         stem = root_of(prompt, self.sampling.samples, self.sampling.branches)
-        known = {each.slot: each for each in so_far if each.prompt == prompt.id}
+        so_far = [(slot, known.get((prompt.id, slot))) for slot in stem.slots]
         return [
-            PartialCompletion(stem, slot, [known[slot].completion], ended=known[slot].ended)
-            if slot in known
-            else PartialCompletion(stem, slot)
-            for slot in stem.slots
+            PartialCompletion(stem, slot, [one.completion], ended=one.ended) if one else PartialCompletion(stem, slot)
+            for slot, one in so_far
         ]
 
     def groups(self) -> Completions:
