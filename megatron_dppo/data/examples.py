@@ -290,8 +290,8 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
         remedy = "Set data.chat_template=false, or add one"
         raise UserError("data.chat_template", True, "the tokenizer has no chat template", remedy)
     for switch in data.chat_template_kwargs:
-        if switch not in tokenizer.chat_template:
-            problem = "is no switch of the policy's chat template, which does not name it"
+        if switch in ("messages", "tools", "add_generation_prompt") or switch not in tokenizer.chat_template:
+            problem = "is no switch of the policy's chat template"
             raise UserError("data.chat_template_kwargs", switch, problem, "Remove it, or write it as the template does")
     texts: list[str] = []
     for tools, run in groupby(examples, lambda example: example.tools):

@@ -62,9 +62,10 @@ def test_switches_of_the_chat_template_are_handed_to_it(tokenizer: Tokenizer, wr
     plain, quick = data, data.model_copy(update={"chat_template_kwargs": {"enable_thinking": False}})
     without, thoughtless = (load_prompts(each, tokenizer, split="train")[0].text for each in (plain, quick))
     assert thoughtless == without + "<think>\n\n</think>\n\n"
-    wrong = data.model_copy(update={"chat_template_kwargs": {"enable_thought": False}})
-    with pytest.raises(UserError, match="enable_thought"):
-        load_prompts(wrong, tokenizer, split="train")
+    for name in ("enable_thought", "add_generation_prompt"):
+        wrong = data.model_copy(update={"chat_template_kwargs": {name: False}})
+        with pytest.raises(UserError, match=f"{name}: is no switch"):
+            load_prompts(wrong, tokenizer, split="train")
 
 
 def test_plain_prompts_are_left_as_they_stand(tokenizer: Tokenizer, write: Write) -> None:
