@@ -66,8 +66,8 @@ What next? In this checkout's environment:
   cd $(printf %q "$PWD") && source $(printf %q "$PWD/$venv/bin/activate")
   megatron-dppo report $place --out report.html                            # one page on this run
   megatron-dppo eval $config --model $place                                # all held-out problems
-  megatron-dppo train $config model.path=$policy run.dir=runs/grpo pruning.prompts.rule=none pruning.completions.rule=none
-  megatron-dppo report $place runs/grpo --out compared.html                # with pruning and without
+  megatron-dppo train $config model.path=$policy run.dir=$run-grpo pruning.prompts.rule=none pruning.completions.rule=none
+  megatron-dppo report $place $run-grpo --out compared.html                # with pruning and without
 
 A real language model: bash scripts/quickstart.sh --policy smollm2. Mathematics in words: configs/gsm8k.yaml.
 Your own problem: docs/recipes/dataset.md, docs/recipes/reward.md.

@@ -28,15 +28,15 @@ def test_a_label_is_what_the_numbers_of_the_question_make() -> None:
         assert row["label"] == str(results[row["data_source"]](*numbers)), question(row)
 
 
-def test_training_and_held_out_problems_share_no_words_of_ours_and_no_calculation(tmp_path: Path) -> None:
+def test_training_and_held_out_problems_share_no_words_of_ours_and_no_calculation() -> None:
     one, other = (problems.LANGUAGE[split] for split in ("train", "held_out"))
     assert not set(one.names) & set(other.names) and not set(one.things) & set(other.things)
     wordings = [{wording for each in language.wordings.values() for wording in each} for language in (one, other)]
     assert not wordings[0] & wordings[1]
     taken: set[problems.Calculation] = set()
-    held_out, train = list(problems.problems("held_out", 400, taken)), len(taken)
-    assert train == len(held_out) == 400, "no calculation twice"
-    assert len(list(problems.problems("train", 3072, taken))) == 3072 and len(taken) == 3472
+    for split, count in (("held_out", 400), ("train", 3072)):
+        assert len(list(problems.problems(split, count, taken))) == count
+    assert len(taken) == 3472, "no calculation twice"
 
 
 def test_all_wordings_occur_equally_often() -> None:
@@ -109,6 +109,7 @@ def test_a_gguf_file_becomes_the_policy_that_it_was_made_of(
 ) -> None:
     policy, file = original
     model.write_policy(file, tmp_path / "policy")
+    assert len({file.stat().st_mode for file in (tmp_path / "policy").iterdir()}) == 1, "by the umask"
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32).eval()
     for name, weight in policy.state_dict().items():
         torch.testing.assert_close(back.state_dict()[name], weight, rtol=0, atol=0)

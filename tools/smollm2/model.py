@@ -23,7 +23,7 @@ import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_dppo.process.files import replacing_directory
@@ -114,7 +114,7 @@ def write_policy(file: Path, out: Path) -> None:
     known, tensors = read_gguf(file)
     config, tokens = config_of(known), known["tokenizer.ggml.tokens"]
     with replacing_directory(out) as folder:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))  # save_file heeds no umask
         tokenizer_of(known).save(str(folder / "tokenizer.json"))
         parts = {
             "config.json": config,
