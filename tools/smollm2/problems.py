@@ -2,9 +2,9 @@
 
     python tools/smollm2/problems.py OUT
 
-writes ``train.jsonl`` and ``held_out.jsonl``. These share no wording, no name, no thing and no calculation, so that
-what is right in the second was not learned by heart in the first. A prompt is a chat with four solved examples, its
-answer a calculation such as ``\\boxed{5 + 7}``, and its label the number that the calculation makes.
+writes ``train.jsonl`` and ``held_out.jsonl``. These share no wording, no name, no thing and no calculation, where
+``3 + 5`` and ``5 + 3`` count as two. A prompt is a chat with four solved examples. Its answer is a calculation such as
+``\\boxed{5 + 7}``, and its label the number that the calculation makes.
 """
 
 from __future__ import annotations
