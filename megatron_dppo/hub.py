@@ -52,14 +52,18 @@ def policy_folder(path: str, setting: str = "model.path", *, weights: bool = Tru
         weights: whether they are wanted, besides its shape and its tokenizer.
 
     Raises:
-        UserError: if none is named, and for an id of the hub that is neither in its cache nor can be fetched.
+        UserError: if none is named, or none can have this name, and for an id of the hub that is neither in its cache
+            nor can be fetched.
     """
+    remedy = "Name a directory that holds a model, or the id of one on the Hugging Face hub"
     if not path:
-        remedy = "Name a directory that holds a model, or the id of one on the Hugging Face hub"
         raise UserError(setting, "(empty)", "no policy is given", remedy)
     folder = Path(path)
-    if (folder / EXPORT / "config.json").is_file() and not (folder / "config.json").is_file():
-        return folder / EXPORT
+    try:
+        if (folder / EXPORT / "config.json").is_file() and not (folder / "config.json").is_file():
+            return folder / EXPORT
+    except OSError as error:  # its name is too long
+        raise UserError(setting, path, f"is no directory ({error.strerror})", remedy) from error
     if not is_id(path):
         return folder  # its reader says what is missing there
     found = _cached(path, "model")

@@ -101,6 +101,8 @@ def test_a_folder_that_is_not_there_is_fetched_by_a_command_that_works(
     with pytest.raises(UserError) as caught:
         policy_folder("models/Qwen3-4B")
     assert "`hf download Qwen/Qwen3-4B --local-dir models/Qwen3-4B`" in caught.value.remedy
+    with pytest.raises(UserError, match="no directory"):
+        policy_folder("a" * 5000)  # longer than any name of a file
     assert not is_id("data/dapo-math-17k.jsonl") and not is_id("data/rows.parquet") and is_id("openai/gsm8k")
 
 
