@@ -46,6 +46,7 @@ def make_policy() -> Qwen3ForCausalLM:
         head_dim=32,
         vocab_size=VOCABULARY,
         tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
     )
     return Qwen3ForCausalLM(config).eval()
 

@@ -193,6 +193,7 @@ class Trainer:
             step=self.step,
             pipeline=config.layout.pp,
             costs=CostModel.of_width(self.policy.shape.hidden),
+            prompts=[self.pool[int(row)].token_ids for row in metadata.prompt_ids],
         )
         if self.config.pruning.completions.score == "head":
             everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(config)))

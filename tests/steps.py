@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -98,6 +99,24 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
     return metadata, groups
 
 
+def step_with_system_messages(ranks: int) -> tuple[StepMetadata, list[Group]]:
+    """That of ``step_of_groups``, where all prompts but the first begin with the same tokens, and the last two with
+    more of them."""
+    metadata, groups = step_of_groups(ranks)
+    message = np.arange(3, 3 + 2 * LEAST_SHARED, dtype=np.int32)
+    begun = [message[: LEAST_SHARED * number] for number in (0, 1, 1, 1, 2, 2)]
+    prompts = [np.concatenate([begin, group.prompt.token_ids]) for begin, group in zip(begun, groups, strict=True)]
+    more = np.array([len(begin) for begin in begun])
+    return dataclasses.replace(
+        metadata,
+        prompt_lengths=metadata.prompt_lengths + more,
+        shared_lengths=np.where(np.arange(SAMPLES) > 0, metadata.shared_lengths + more[:, None], 0),
+    ), [
+        dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, token_ids=prompt))
+        for group, prompt in zip(groups, prompts, strict=True)
+    ]
+
+
 def step_of_sequences(ranks: int) -> tuple[StepMetadata, list[Group]]:
     """That of ``step_of_groups``, with longer responses cut into three sequences, each of which has all before it for
     its context."""
@@ -161,7 +180,7 @@ def loss_mask(length: int, *, given: bool) -> np.ndarray:
     return mask
 
 
-def plan_for(world: World, config: Config, metadata: StepMetadata) -> StepPlan:
+def plan_for(world: World, config: Config, metadata: StepMetadata, groups: Sequence[Group] = ()) -> StepPlan:
     layout = config.layout
     return plan_step(
         metadata,
@@ -171,6 +190,7 @@ def plan_for(world: World, config: Config, metadata: StepMetadata) -> StepPlan:
         capacity_multiple=layout.pack_multiple,
         step=0,
         pipeline=layout.pp,
+        prompts=[group.prompt.token_ids for group in groups],
     )
 
 

@@ -36,6 +36,7 @@ from tests.steps import (
     step_of_groups,
     step_of_one_group,
     step_of_sequences,
+    step_with_system_messages,
     weights_of,
 )
 
@@ -69,7 +70,7 @@ def learned(
     """Loss and metrics of one update, and the weights after it."""
     world, learner, policy = build(config)
     metadata, groups = step(size)
-    plan = plan_for(world, config, metadata)
+    plan = plan_for(world, config, metadata, groups)
     assert plan.updates
     metrics = learner.learn(
         reverse_order(plan) if backwards else plan, held_by(rank, metadata, groups), step=1, version=0
@@ -181,24 +182,26 @@ def test_an_update_depends_on_no_layout_no_order_and_no_size_of_packs(
         assert_same_update(update, reference, start, name)
 
 
-def test_a_family_of_64_and_a_prompt_of_one_token_are_trained_on_alike_shared_and_apart(
-    ranks: RankPool, tmp_path: Path
+@pytest.mark.parametrize("step", [step_of_one_group, step_with_system_messages])
+def test_families_are_trained_on_alike_shared_and_apart(
+    step: Callable[[int], Step], ranks: RankPool, tmp_path: Path
 ) -> None:
-    """In one pack, and in many on two replicas, each of which begins with the prompt anew."""
+    """64 completions of a prompt of one token, and prompts that begin alike: in one pack, and in many on two replicas,
+    each of which begins anew."""
     write_policy(tmp_path)
     alone = config_for(tmp_path, ONE, GRPO, 1024, distributed=False, share="off")
     calls = {
         "start": replace(alone, optimizer=replace(alone.optimizer, lr=1e-30)),
         "reference": alone,
         "one pack": config_for(tmp_path, ONE, GRPO, 1024, distributed=True),
-        "cp2": config_for(tmp_path, LAYOUTS["cp2"], GRPO, 64, distributed=True),
-        "dp2": config_for(tmp_path, LAYOUTS["dp2"], GRPO, 64, distributed=True),
-        "tp2 sp": config_for(tmp_path, LAYOUTS["tp2 sp"], GRPO, 64, distributed=True),
+        "cp2": config_for(tmp_path, LAYOUTS["cp2"], GRPO, 96, distributed=True),
+        "dp2": config_for(tmp_path, LAYOUTS["dp2"], GRPO, 96, distributed=True),
+        "tp2 sp": config_for(tmp_path, LAYOUTS["tp2 sp"], GRPO, 96, distributed=True),
     }
     found: dict[str, Update] = {}
     for size in (1, 2):
         names = [name for name, config in calls.items() if size_of(config.layout) == size]
-        each = ((learned, calls[name], False, step_of_one_group) for name in names)
+        each = ((learned, calls[name], False, step) for name in names)
         found |= {name: of_ranks[0] for name, of_ranks in zip(names, ranks.in_turn(size, *each), strict=True)}
     (_, start), reference = found.pop("start"), found.pop("reference")
     for name, update in found.items():

@@ -240,8 +240,9 @@ class PackConfig(Section):
     window: Positive = 64
     """How many of the longest unpacked sequences the packer looks at."""
     share_prefixes: Literal["auto", "on", "off"] = "auto"
-    """Whether what the completions of a prompt have in common, at least the prompt, is in a pack once, where they are
-    in the same pack. ``auto``: where it makes a step cheaper, and not with model.spec = te, with whose kernels it has
-    never been measured; ``on``: wherever it can be; ``off``: each completion has a prompt of its own."""
+    """Whether what completions have in common is in a pack once, where they are in the same pack: the prompt, what
+    different prompts begin with, what responses to a prompt do. ``auto``: where it makes a step cheaper, and not with
+    model.spec = te, with whose kernels it has never been measured; ``on``: wherever it can be; ``off``: each completion
+    has a prompt of its own."""
     min_per_rank: Count = 0
     """Fewest packs per data-parallel rank, as long as sequences suffice; 0: twice the pipeline stages, or 1 without."""

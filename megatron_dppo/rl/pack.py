@@ -1,8 +1,8 @@
 """From training samples to a pack: the arrays of one microbatch in THD form.
 
-Samples that begin with the same tokens are a family, and a pack holds these tokens once. A family's samples stand one
-after the other. The number of tokens that a sample shares with the one before it is the place where it leaves their
-common path. All of these numbers together define the family's tree:
+Samples that begin with the same tokens, be it those of a system message, are a family, and a pack holds these tokens
+once. A family's samples stand one after the other. The number of tokens that a sample shares with the one before it is
+the place where it leaves their common path. All of these numbers together define the family's tree:
 
     p p p a a          lengths [5, 6, 5], shared [0, 5, 3]
     p p p a a b
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megatron_dppo.rl.types import Bools, Completion, Floats, Ints, Pack, PrefixTree, Routing, unknown_expert
 
 LEAST_SHARED = 16
-"""Fewest tokens of a response that are worth a segment of their own."""
+"""Fewest tokens that are worth a segment of their own, at the beginning of prompts or of responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,7 @@ def shared_lengths(prompt: int, completions: Sequence[Completion]) -> list[int]:
     """
     shared = [0]
     for before, completion in pairwise(completions):
-        common = _common(_first(before), _first(completion))
-        shared.append(prompt + (common if common >= LEAST_SHARED else 0))
+        shared.append(prompt + common_length(_first(before), _first(completion)))
     return shared
 
 
@@ -216,11 +215,12 @@ def _first(completion: Completion) -> NDArray[np.int32]:
     return completion.token_ids[: completion.starts[0] if completion.starts else None]
 
 
-def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """How many tokens two sequences begin with alike."""
+def common_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens two sequences begin with alike; 0 where these are fewer than ``LEAST_SHARED``."""
     shorter = min(len(one), len(other))
     differs = np.flatnonzero(one[:shorter] != other[:shorter])
-    return int(differs[0]) if len(differs) else shorter
+    common = int(differs[0]) if len(differs) else shorter
+    return common if common >= LEAST_SHARED else 0
 
 
 @dataclass(frozen=True, slots=True)

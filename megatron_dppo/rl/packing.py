@@ -105,6 +105,7 @@ def pack_sequences(
     ranks: int,
     max_tokens: int,
     shared: Sequence[int] | Ints | None = None,
+    between: Sequence[int] | Ints | None = None,
     share: Sharing = "auto",
     align: int = 1,
     capacity_multiple: int = 1,
@@ -128,6 +129,7 @@ def pack_sequences(
         ranks: data-parallel ranks to share the packs.
         max_tokens: ``pack.max_tokens``, most tokens in a pack.
         shared: [n], how many tokens each has in common with the one before it; None: nothing.
+        between: [n], the same for the first of each family and the family before it; None: nothing.
         share: ``pack.share_prefixes``.
         align: every segment takes up its length rounded up to this multiple.
         capacity_multiple: the capacity is a multiple of this, and of ``align``.
@@ -152,7 +154,11 @@ def pack_sequences(
         raise UserError("pack.max_tokens", max_tokens, problem, remedy)
     wanted = max(min(min_per_rank, len(lengths) // ranks), least_per_rank)
     pack = partial(_pack, lengths, ranks=ranks, most=most, unit=unit, window=window, wanted=wanted, costs=costs)
-    ways = [] if shared is None or share == "off" else _ways_to_share(lengths, np.asarray(shared), most, align)
+    ways: list[PrefixGroups] = []
+    if shared is not None and share != "off":
+        ways += _ways_to_share(lengths, np.asarray(shared), most, align)
+        if between is not None and np.any(between):
+            ways += _ways_to_share(lengths, np.asarray(shared) + np.asarray(between), most, align)
     if share != "on" or not ways:
         ways.insert(0, single(lengths, align))
     return min(map(pack, ways), key=lambda packing: packing.cost)

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_dppo.config import CompletionPruningConfig, Config, replace
 from megatron_dppo.rl.objectives import Objective, objective_for
-from megatron_dppo.rl.pack import prompts_shared, shared_of_kept
+from megatron_dppo.rl.pack import common_length, prompts_shared, shared_of_kept
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import rule_named
 from megatron_dppo.rl.pruning.draw import PruningDraw, census, left_out, prune_metrics, prune_minibatch
@@ -54,6 +55,7 @@ def plan_step(
     step: int,
     pipeline: int,
     costs: CostModel = QWEN3_4B,
+    prompts: Sequence[NDArray[np.int32]] = (),
 ) -> StepPlan:
     """Plan one step: split it into minibatches; prune, weigh and pack each.
 
@@ -66,6 +68,8 @@ def plan_step(
         step: counted from 0; it and ``run.seed`` give the seed of every draw.
         pipeline: number of pipeline stages; several want several packs.
         costs: what replicas are balanced by.
+        prompts: the tokens of each group's prompt, for packs to hold once what prompts begin with, such as a system
+            message; empty: they are taken to have nothing in common.
 
     Raises:
         UserError: a kept sequence is longer than ``pack.max_tokens``.
@@ -89,7 +93,7 @@ def plan_step(
     minibatches: list[MinibatchPlan] = []
     for groups, part, pruned in draw_minibatches(metadata, usable, config, objective, step):
         samples = training_samples(part, groups, pruned)
-        packing = pack(samples.lengths, shared=samples.shared_length)
+        packing = pack(samples.lengths, shared=samples.shared_length, between=between_groups(samples, prompts))
         samples = replace_fields(samples, shared_length=np.array(packing.shared, np.int64))
         parts.append((part, pruned))
         packings.append(packing)
@@ -178,6 +182,16 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> T
         weight=weight,
         scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,
     )
+
+
+def between_groups(samples: TrainingSamples, prompts: Sequence[NDArray[np.int32]]) -> Ints:
+    """[K], for the first sample of a group how many tokens its prompt has in common with the prompt before it."""
+    between = np.zeros(len(samples.group), np.int64)
+    first_sequences = (samples.sequence[1:] == 0) & (samples.sequence[:-1] == 0)
+    starts = np.flatnonzero((samples.group[1:] != samples.group[:-1]) & first_sequences) + 1
+    for k in starts.tolist() if len(prompts) else ():
+        between[k] = common_length(prompts[samples.group[k - 1]], prompts[samples.group[k]])
+    return between
 
 
 def notes(

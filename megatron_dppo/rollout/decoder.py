@@ -4,7 +4,8 @@ A policy of a million parameters spends half of a decoding step between its matr
 queries, keys and values are one product, and those to gate and up are another. Hugging Face's modules hold the weights,
 and run what is theirs alone: experts, whose routers are heard where a batch is to tell which it chose.
 
-The cache is storage made once. Rows come and go in it, and a prompt's keys are copied for each of its samples.
+The cache is storage made once. Rows come and go in it, and a prompt's keys are copied for each of its samples. What all
+prompts begin with, such as a system message, is there once, and read once by the queries of all rows.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ class Decoder:
         for layer in self._layers:
             layer.weights_changed()
 
-    def new_cache(self, rows: int, capacity: int) -> RolloutCache:
-        """An empty cache for so many rows, of ``capacity`` tokens each."""
+    def new_cache(self, rows: int, capacity: int, common: RolloutCache | None = None) -> RolloutCache:
+        """An empty cache for so many rows of ``capacity`` tokens, of which the first are those of ``common``'s row."""
         weight, layer = self._embedding.weight, self._layers[0]
         if len(self._cos) < capacity:
             positions = torch.arange(capacity, device=weight.device)
             self._cos, self._sin = (table.transpose(0, 1) for table in self._rotary(weight, positions[None]))
-        return RolloutCache(len(self._layers), rows, layer.kv_heads, capacity, layer.size, like=weight)
+        return RolloutCache(len(self._layers), rows, layer.kv_heads, capacity, layer.size, like=weight, common=common)
 
     def read(
         self, cache: RolloutCache, tokens: torch.Tensor, positions: torch.Tensor, *, first: int, width: int
@@ -94,7 +95,7 @@ class Decoder:
         hidden = self._embedding(tokens.reshape(-1))
         here = positions.reshape(-1)
         rotary = self._cos[here], self._sin[here]
-        later = torch.arange(width, device=tokens.device) > positions.unsqueeze(-1)
+        later = torch.arange(cache.begin, width, device=tokens.device) > positions.unsqueeze(-1)
         mask = torch.zeros(later.shape, dtype=hidden.dtype, device=hidden.device).masked_fill_(later, float("-inf"))
         mask = mask.unsqueeze(1)
         row = torch.arange(rows, device=tokens.device).unsqueeze(-1)
@@ -102,8 +103,10 @@ class Decoder:
             keys, values = cache.layer(number, first, rows)
             shape = rows, count, -1, layer.size
             queries, new_keys, new_values = (part.view(shape) for part in layer.project(hidden, rotary))
-            keys[row, :, positions], values[row, :, positions] = new_keys, new_values
-            attended = attend(queries, keys[:, :, :width], values[:, :, :width], mask)
+            keys[row, :, positions - cache.begin], values[row, :, positions - cache.begin] = new_keys, new_values
+            common = cache.common.layer(number, 0, 1) if cache.common else None
+            own = slice(width - cache.begin)
+            attended = attend(queries, keys[:, :, own], values[:, :, own], mask, common)
             hidden = layer.finish(hidden, attended.view(rows * count, -1))
         return hidden.view(rows, count, -1)
 
@@ -195,25 +198,42 @@ def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return rotated
 
 
-def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    common: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
     """Attention of grouped queries.
 
     Args:
         queries: [rows, n, heads, size]
         keys, values: [rows, kv_heads, width, size]
         mask: [rows, 1, n, width], to be added to the scores.
+        common: keys and values [1, kv_heads, c, size] that all queries see besides; on CPU only.
 
     Returns:
         [rows, n, heads, size], contiguous.
     """
+    if keys.device.type != "cpu":
+        attended = F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, mask, enable_gqa=True)
+        return attended.transpose(1, 2).contiguous()
+    # On a CPU the heads that share keys become queries of one head, which reads the keys once for all of them.
     rows, count, heads, size = queries.shape
-    if count == 1 and keys.device.type == "cpu" and keys.dtype != torch.bfloat16:
-        # For single queries two batched products take two thirds of the time of torch's fused attention.
-        grouped = queries.view(rows, keys.shape[1], -1, size)
-        scores = torch.matmul(grouped, keys.transpose(-1, -2)).mul_(size**-0.5).add_(mask)
-        return torch.matmul(torch.softmax(scores, dim=-1), values).view(rows, 1, heads, size)
-    attended = F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, mask, enable_gqa=True)
-    return attended.transpose(1, 2).contiguous()
+    kv_heads, sharing = keys.shape[1], heads // keys.shape[1]
+    of_heads = queries.view(rows, count, kv_heads, sharing, size).permute(2, 0, 1, 3, 4)
+    of_heads = of_heads.reshape(kv_heads, rows, count * sharing, size)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    mask = mask.repeat_interleave(sharing, dim=2)
+    attended, total = flash(of_heads.transpose(0, 1), keys, values, attn_mask=mask)  # total: log of the weights' sum
+    if common is not None:
+        also, more = flash(of_heads.reshape(1, kv_heads, -1, size), *common)
+        also, more = also.reshape(of_heads.shape).transpose(0, 1), more.reshape(of_heads.shape[:-1]).transpose(0, 1)
+        share = torch.sigmoid(more - total).unsqueeze(-1)
+        attended = torch.lerp(attended.to(share.dtype), also.to(share.dtype), share).to(queries.dtype)
+    of_tokens = attended.reshape(rows, kv_heads, count, sharing, size).transpose(1, 2)
+    return of_tokens.reshape(rows, count, heads, size)
 
 
 def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -259,27 +279,40 @@ class RolloutCache:
         capacity: positions of a row.
         size: of a head.
         like: a tensor of the device and type of keys and values.
+        common: a cache of one row, which is full: all rows begin with it, and are stored from its end on.
     """
 
-    def __init__(self, layers: int, rows: int, heads: int, capacity: int, size: int, *, like: torch.Tensor) -> None:
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        heads: int,
+        capacity: int,
+        size: int,
+        *,
+        like: torch.Tensor,
+        common: RolloutCache | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.common, self.begin = common, common.capacity if common else 0
         # Zeros: what a row has not read is masked, and a mask does not hide what is no number.
-        self._stored = like.new_zeros(layers, 2, rows, heads, capacity, size)
+        self._stored = like.new_zeros(layers, 2, rows, heads, capacity - self.begin, size)
 
     def layer(self, index: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer for ``rows`` rows from ``first`` on: views, [rows, heads, capacity, size]."""
+        """Keys and values of a layer for ``rows`` rows from ``first`` on: views, [rows, heads, stored, size]."""
         keys, values = self._stored[index, :, first : first + rows]
         return keys, values
 
     def copy(self, sources: torch.Tensor, first: int, width: int) -> None:
         """Let the rows from ``first`` on begin with the first ``width`` positions of the rows ``sources`` ([rows])."""
-        span = slice(first, first + len(sources))
-        self._stored[:, :, span, :, :width] = self._stored[:, :, sources, :, :width]
+        span, stored = slice(first, first + len(sources)), slice(width - self.begin)
+        self._stored[:, :, span, :, stored] = self._stored[:, :, sources, :, stored]
 
     def depart(self, departure: RowCompaction, width: int) -> None:
         """Let rows leave, of which none has read more than ``width`` positions."""
         if len(departure.vacant):
-            moved = self._stored[:, :, departure.movers, :, :width]
-            self._stored[:, :, departure.vacant, :, :width] = moved
+            stored = slice(width - self.begin)
+            self._stored[:, :, departure.vacant, :, stored] = self._stored[:, :, departure.movers, :, stored]
 
 
 class Routers:

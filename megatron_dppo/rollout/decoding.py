@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 
 from megatron_dppo.process.streams import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
-from megatron_dppo.rollout.decoder import Decoder, Routers, RowCompaction, without_waiting
+from megatron_dppo.rollout.decoder import Decoder, RolloutCache, Routers, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.tree import Prefix, TreePath, grown, wants_entropies
 
 PREFILL_TOKENS = 16384
 """Most tokens of stems that are read at once, padding included."""
+LEAST_COMMON = 16
+"""Fewest tokens at the beginning of all stems that are worth a pass of their own, on a CPU."""
 ROUND = {"cpu": 1, "cuda": 16}
 """Tokens between two looks at who has ended."""
 COMPLETION, TOKEN, POSITION, MADE, LIMIT, ENDED, FIELDS = range(7)
@@ -59,13 +61,14 @@ class Decoding:
         self._round = ROUND[device.type]  # a row may go so far past its end
         width, rows = max(limits) + self._round, min(count, most_rows)
         longest = max(len(stem.token_ids) + limit for stem, limit in zip(stems, limits, strict=True))
-        self._cache = decoder.new_cache(rows, longest + self._round)
         self._uniforms = without_waiting(uniforms_of(stems, sampling, width), device)
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
         self._entropies = torch.zeros_like(self._logprobs) if wants_entropies(sampling.branches) else None
         self._stops = without_waiting(np.array(sampling.stop_token_ids, np.int64), device)
         self._record = routers.listen(sampling.routing, count, width)
+        common = None if self._record or device.type == "cuda" else self._read_common()
+        self._cache = decoder.new_cache(rows, longest + self._round, common)
         self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
         self._waiting = deque(range(len(stems)))
         self._active, self._reach = 0, 0
@@ -100,11 +103,12 @@ class Decoding:
         """Read stems, padded on the right, and draw the first token of each of their continuations."""
         stems, first = [self._stems[index] for index in lump], self._active
         lengths = np.array([len(stem.token_ids) for stem in stems])
+        begin = self._cache.begin
         ids = np.zeros((len(stems), int(lengths.max())), np.int64)
         for row, stem in enumerate(stems):
             ids[row, : lengths[row]] = stem.token_ids
-        tokens = self._to_device(ids)
-        positions = torch.arange(ids.shape[1], device=tokens.device).expand(ids.shape)
+        tokens = self._to_device(ids[:, begin:])
+        positions = torch.arange(begin, ids.shape[1], device=tokens.device).expand(tokens.shape)
         hidden = self._decoder.read(self._cache, tokens, positions, first=first, width=ids.shape[1])
         ends = self._ends[lump].tolist()
         continuations = [range(end - len(stem.slots), end) for stem, end in zip(stems, ends, strict=True)]
@@ -118,8 +122,19 @@ class Decoding:
         self._rows[first : self._active] = self._to_device(new)
         of_stem = self._to_device(source)
         self._cache.copy(of_stem + first, first, ids.shape[1])
-        last = hidden[torch.arange(len(stems), device=tokens.device), self._to_device(lengths) - 1]
+        last = hidden[torch.arange(len(stems), device=tokens.device), self._to_device(lengths) - begin - 1]
         self._draw(first, self._decoder.logits(last)[of_stem])
+
+    def _read_common(self) -> RolloutCache | None:
+        """Read what all stems begin with. Of each at least one token is left."""
+        shortest = min(len(stem.token_ids) for stem in self._stems) - 1
+        beginnings = np.stack([stem.token_ids[:shortest] for stem in self._stems])
+        common = int((beginnings == beginnings[0]).all(axis=0).cumprod().sum())
+        if common < LEAST_COMMON:
+            return None
+        cache, tokens = self._decoder.new_cache(1, common), torch.from_numpy(beginnings[:1, :common].astype(np.int64))
+        self._decoder.read(cache, tokens, torch.arange(common)[None], first=0, width=common)
+        return cache
 
     def _step(self) -> None:
         """Read each row's last token, and draw the next one."""

@@ -251,11 +251,17 @@ def test_auto_shares_nothing_where_large_pieces_leave_a_rank_idle():
     st.sampled_from([1, 4]),
     st.sampled_from([1, 3]),
     st.sampled_from(["auto", "on", "off"]),
+    st.sampled_from([0, 30]),
 )
-def test_shared_packs_hold_every_sequence_once_and_never_more_than_their_capacity(groups, align, ranks, share):
+def test_shared_packs_hold_every_sequence_once_and_never_more_than_their_capacity(groups, align, ranks, share, message):
     lengths = np.array([prompt + response for prompt, responses in groups for response in responses])
     shared = np.array([prompt if i else 0 for prompt, responses in groups for i in range(len(responses))])
-    packing = pack_sequences(lengths, shared=shared, ranks=ranks, max_tokens=160, align=align, share=share)
+    first = np.flatnonzero([i == 0 for _, responses in groups for i in range(len(responses))])
+    prompts, between = np.array([prompt for prompt, _ in groups]), np.zeros_like(shared)
+    between[first[1:]] = np.minimum(np.minimum(prompts[1:], prompts[:-1]), message)
+    packing = pack_sequences(
+        lengths, shared=shared, between=between, ranks=ranks, max_tokens=160, align=align, share=share
+    )
     packs = [pack for rank in packing.packs for pack in rank]
     assert sorted(k for pack in packs for k in pack) == [*range(len(lengths))]
     assert len({len(rank) for rank in packing.packs}) == 1 and packing.capacity <= 160

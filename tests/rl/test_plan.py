@@ -240,6 +240,26 @@ def test_metrics_of_a_step_written_out():
     }
 
 
+def test_what_prompts_begin_with_is_in_a_pack_once():
+    """Groups 0, 1 and 3 are mixed; the prompts of the first two begin with 20 tokens, that of the last with 10 of them,
+    which are too few."""
+    message = np.arange(20, dtype=np.int32)
+    prompts = [np.append(message[:common], [100 + i] * 5).astype(np.int32) for i, common in enumerate([20, 20, 20, 10])]
+    metadata = step_metadata(
+        4,
+        2,
+        rewards=np.array([[1.0, 0], [1, 0], [1, 1], [0, 1]]),
+        response_lengths=np.full((4, 2), 7),
+        prompt_lengths=np.array([len(prompt) for prompt in prompts]),
+        score_norms=np.ones((4, 2)),
+    )
+    (minibatch,) = plan(metadata, step_config(rule="none"), replicas=1, prompts=prompts).minibatches
+    assert minibatch.samples.shared_length.tolist() == [0, 25, 20, 25, 0, 15]
+    assert minibatch.capacity == 25 + 5 + 15 + 6 * 7
+    (apart,) = plan(metadata, step_config(rule="none"), replicas=1).minibatches
+    assert apart.samples.shared_length.tolist() == [0, 25, 0, 25, 0, 15]
+
+
 def test_variance_inflation_is_that_of_independent_draws():
     """One mixed group of |A| √3, 1/√3 ×3 under the paper's rule at 1 − r = 0.5: (3 + 2 · 3 · 1/3) / (3 + 3 · 1/3)."""
     metadata = step_metadata(

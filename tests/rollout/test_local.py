@@ -198,6 +198,28 @@ def test_a_completion_does_not_depend_on_its_company(tmp_path: Path) -> None:
     assert [group[:2] for group in together] == fewer
 
 
+@pytest.mark.parametrize("width", [1, 20])
+def test_what_all_prompts_begin_with_is_read_once_and_changes_no_completion(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts end within the common beginning but for one token, or go on for a while."""
+    engine = make_engine(policy := make_policy(dtype=torch.float64), tmp_path, dtype=torch.float64, max_batch=20)
+    (message,) = make_prompts(width + 30)
+    rests = [make_prompts(length)[0].token_ids[-length:] for length in (1, 4, width)]
+    prompts = [
+        replace(message, id=number, token_ids=np.concatenate([message.token_ids[: width + 15], rest]))
+        for number, rest in enumerate(rests)
+    ]
+    shapes = shapes_read(monkeypatch)
+    together = generate(engine, prompts, sampling_of())
+    assert shapes[0] == (1, width + 15), "the common tokens, for one row"
+    assert max(tokens for rows, tokens in shapes[1:]) <= max(width, 4), "and never again"
+    for prompt, group in zip(prompts, together, strict=True):
+        assert_logprobs_of_a_plain_forward(policy, [prompt], [group], 1.0)
+    monkeypatch.setattr(decoding, "LEAST_COMMON", 1000)
+    assert tokens_of(together) == tokens_of(generate(engine, prompts, sampling_of()))
+
+
 def test_small_batches_give_the_same_completions_in_the_order_asked(tmp_path: Path) -> None:
     policy = make_policy(dtype=torch.float64)
     prompts = make_prompts(3, 11, 1, 6, 6, 4, 2)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_dppo.config import BranchConfig
 from megatron_dppo.config import replace as replace_branch
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout import decoding
 from megatron_dppo.rollout.engine import Sampling, generate
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.tree import fork_positions, leaves_below, unique_tokens
@@ -176,6 +177,7 @@ def test_a_tree_does_not_depend_on_its_company_or_on_the_batch(name: str, tmp_pa
 
 
 def test_what_leaves_share_is_decoded_once_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "LEAST_COMMON", 1000)  # or what is left of a prompt could be a single token
     engine, shapes = make_engine(make_policy(), tmp_path, max_batch=19), shapes_read(monkeypatch)
     groups = generate(engine, make_prompts(3, 11, 2, 6, 6), tree_of(FIXED))
     paths = sum(len({id(leaf) for leaf in group}) for group in groups)
