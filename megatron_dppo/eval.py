@@ -180,7 +180,9 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[A
         "engine": config.rollout.engine,
         "samples": samples,
         "temperature": temperature_of(config),
-        "max_response_tokens": config.rollout.max_response_tokens,
+        "top_p": config.eval.top_p,
+        "top_k": config.eval.top_k,
+        "max_response_tokens": config.answer_tokens,
         "benchmarks": found,
     }
     write_scores(folder, scores)
@@ -204,6 +206,7 @@ def _settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]
         "run.seed": config.run.seed,
         "eval.samples": config.eval.samples,
         "eval.temperature": temperature_of(config),
+        **{f"eval.{name}": getattr(config.eval, name) for name in ("top_p", "top_k", "max_response_tokens")},
         "eval.batch": config.eval.batch,
         "problems": {name: _fingerprint([problems[i] for i in of]) for name, of in by_name(problems).items()},
     }

@@ -207,6 +207,9 @@ def _words(setting: Setting) -> set[str]:
 def _unknown(key: str, value: object) -> UserError:
     near = " or ".join(nearest(key))
     remedy = f"write {near}, if that was meant" if near else "--print-config shows every setting"
+    if key in ("rollout.top_p", "rollout.top_k"):
+        problem = "is refused in training, whose log-probabilities are those of the distribution of all tokens"
+        return UserError(key, short(value), problem, f"leave it out; evaluations have {near}")
     return UserError(key, short(value), "there is no such setting", remedy)
 
 

@@ -93,6 +93,7 @@ def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
         teacher=np.full(QUERIES, -1),
         segments=no_segments(lengths.shape),
         versions=np.zeros(lengths.shape, np.int64),
+        truncated=np.zeros(lengths.shape, bool),
         owners=np.arange(QUERIES) % ranks,
         window=float(QUERIES + 3),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -160,6 +161,28 @@ def test_another_benchmark_is_answered_beside_what_is_there(folder: Path, tmp_pa
     assert [row["problem"] for row in answers(out) if row["benchmark"] == "mine"] == list(range(6))
     scores = json.loads((out / "scores.json").read_text())["benchmarks"]
     assert {name: of["problems"] for name, of in scores.items()} == {"arithmetic": 8, "mine": 6}
+
+
+def test_answers_of_another_sampling_go_into_another_folder(folder: Path, tmp_path: Path) -> None:
+    """Within an evaluation's own limit, and a folder of a version without these settings goes on."""
+    words, out, log = command(folder, "eval", "--temperature", "1"), folder / "sampled", tmp_path / "log"
+    own = ["eval.top_p=0.9", "eval.top_k=20", "eval.max_response_tokens=5"]
+    words += ["--out", str(out), "--problems", "8", "--samples", "2"]
+    finished([*words, *own], log)
+    assert max(row["tokens"] for row in answers(out)) == 5
+    scores = json.loads((out / "scores.json").read_text())
+    assert (scores["top_p"], scores["top_k"], scores["max_response_tokens"]) == (0.9, 20, 5)
+    for kept in itertools.combinations(own, 2):
+        ((name, value),) = (setting.split("=") for setting in own if setting not in kept)
+        said = " ".join(finished([*words, *kept], log, code=2).split())
+        assert f"was begun with {name} = {value} (now null)" in said
+    settings = json.loads((out / "evaluation.json").read_text())
+    for setting in own:
+        del settings[setting.partition("=")[0]]
+    (out / "evaluation.json").write_text(json.dumps(settings))
+    before = (out / "answers.jsonl").read_bytes()
+    finished(words, log)
+    assert (out / "answers.jsonl").read_bytes() == before
 
 
 def test_a_warm_policy_is_not_warmed_up_again_by_accident(folder: Path, tmp_path: Path) -> None:

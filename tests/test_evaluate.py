@@ -120,6 +120,16 @@ def test_every_prompt_is_answered_once_and_greedily(tokenizer: Tokenizer) -> Non
     assert (sampling.temperature, sampling.samples, sampling.max_tokens) == (0.0, 1, LIMIT_TOKENS)
 
 
+def test_an_evaluation_has_limits_and_a_sampling_of_its_own(tokenizer: Tokenizer) -> None:
+    given = EvalConfig(samples=2, temperature=0.6, top_p=0.9, top_k=20, max_response_tokens=LIMIT_TOKENS + 7)
+    config = replace(collect_config(), eval=given)
+    evaluator, engine = evaluator_of(tokenizer, [[Said("score 1"), Said("score 0")]], world_of(1, 0), config)
+    evaluate(evaluator, problems_of({"": pool_of(1)}), config.eval)
+    ((_, sampling),) = engine.asked
+    asked = sampling.samples, sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens
+    assert asked == (2, 0.6, 0.9, 20, LIMIT_TOKENS + 7)
+
+
 def test_shown_are_the_first_answers_with_their_verdicts(tokenizer: Tokenizer) -> None:
     result, _ = evaluated(tokenizer, ["score 1", "raise it", "score 0", "score 1"], show=3)
     assert result.shown == (

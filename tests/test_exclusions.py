@@ -28,6 +28,7 @@ NAMES = {
     "rollout.roles": "[solver]",
     "rollout.launch.tp": "[1,2]",
     "loss.mask_below": "0.5",
+    "eval.top_p": "0.5",
 }
 """Values of settings that no word will do for."""
 MEET = {
@@ -54,6 +55,7 @@ MEET = {
     "rollout.max_batch<eval.samples": ["rollout.max_batch=1", "eval.samples=2"],
     "data.max_prompt_tokens>policy.max_positions": ["data.max_prompt_tokens=1537"],
     "longest>policy.max_positions": ["rollout.max_response_tokens=1025"],
+    "longest_context>policy.max_positions": ["eval.max_response_tokens=1025"],
     "pruning.prompts.floor>pruning.prompts.keep": ["pruning.prompts.floor=0.71"],
 }
 """Overrides that meet conditions on properties, and on two settings."""

@@ -66,6 +66,16 @@ class Config(Section):
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def answer_tokens(self) -> int:
+        """Most tokens of an answer in an evaluation."""
+        return self.eval.max_response_tokens or self.rollout.max_response_tokens
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence that an engine generates, evaluations included."""
+        return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, self.answer_tokens)
+
+    @property
     def usable_pack(self) -> int:
         """Tokens that a pack can have in this layout."""
         return self.pack.max_tokens // self.layout.pack_multiple * self.layout.pack_multiple

@@ -121,6 +121,9 @@ class LossConfig(Section):
     mask_above: AtLeastOne | None = None
     """Tokens whose weight of policy over engine is above this are left out (IcePop: 5); null: none. Without tis_cap
     what is between the two has its weight as it is."""
+    mask_truncated: bool = False
+    """Mask completions that ended at rollout.max_response_tokens, whole, with their KL and distillation terms (DAPO's
+    overlong filtering). Their rewards and tokens still count in the advantages of their groups and in the divisor."""
     updates_per_rollout: Positive = 1
     """Optimizer steps per rollout: the window is split into so many minibatches of whole groups."""
     distillation: DistillationConfig = DistillationConfig()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 from annotated_types import Ge, Gt, Lt
 from pydantic import field_validator
 
-from megatron_dppo.config.types import AboveZero, Count, NonNegative, Positive, Seconds, Section, each_once
+from megatron_dppo.config.types import AboveZero, Count, Fraction, NonNegative, Positive, Seconds, Section, each_once
 from megatron_dppo.hub import policy_folder
 
 if TYPE_CHECKING:
@@ -83,6 +83,13 @@ class EvalConfig(Section):
     """Answers to each problem."""
     temperature: NonNegative | None = None
     """Sampling temperature of the answers, 0 is greedy; null: greedy for one sample, rollout.temperature for more."""
+    top_p: Fraction | None = None
+    """Sample each token of an answer from the likeliest tokens that together have at least this probability; null: from
+    all. With top_k, of the probability of the tokens that top_k leaves (SGLang: of all)."""
+    top_k: Positive | None = None
+    """Sample each token of an answer from this many of the likeliest tokens; null: from all."""
+    max_response_tokens: Positive | None = None
+    """An answer is cut off here; null: at rollout.max_response_tokens."""
     show: Count = 3
     """Answers printed before and after training."""
     batch: Positive = 64

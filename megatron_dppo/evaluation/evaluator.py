@@ -128,12 +128,12 @@ def _named(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions:
     """Prompts of a file that ``eval.benchmarks`` names. None is ever left out: a score is of all problems."""
     rows, data = rows_of(source, config.data)
     prompts = prompts_of(rows, data, tokenizer)
-    most = config.rollout.max_response_tokens
+    most = config.answer_tokens
     for row, prompt in zip(rows, prompts, strict=True):
         if len(prompt.token_ids) > (room := max_positions - most):
             problem = f"leaves {room} of the policy's {max_positions} positions for a prompt, and {row.place} has one"
-            remedy = "Lower it"
-            raise UserError("rollout.max_response_tokens", most, f"{problem} of {len(prompt.token_ids)} tokens", remedy)
+            setting = f"{'eval' if config.eval.max_response_tokens else 'rollout'}.max_response_tokens"
+            raise UserError(setting, most, f"{problem} of {len(prompt.token_ids)} tokens", "Lower it")
     return prompts
 
 
@@ -160,16 +160,19 @@ class Evaluator:
             of_all: the number of answers of the whole evaluation. Once more of them failed than ``reward.max_failures``
                 allows, the rest is left unscored, and :meth:`check_failures` will stop the evaluation.
         """
-        samples, temperature = self._config.eval.samples, temperature_of(self._config)
+        settings = self._config.eval
         mine = range(self._world.rank, len(problems), self._world.size)
         indices = {v: [i for i in mine if problems[i].verifier == v] for v in self._collectors}
         prompts = {verifier: [problems[i].prompt for i in each] for verifier, each in indices.items()}
         asked = {
             verifier: collector.ask(
                 prompts[verifier],
-                samples=samples,
-                temperature=temperature,
+                samples=settings.samples,
+                temperature=temperature_of(self._config),
                 seed=self._seed,
+                max_tokens=self._config.answer_tokens,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
             )
             for verifier, collector in self._collectors.items()
         }

@@ -33,7 +33,7 @@ NAMES = (*PHASES.values(), "other")
 NARROWEST = 0.07
 """Share of the scale below which a part of a bar has no label within."""
 TEST = ("data.eval", "data.prompt_key", "data.label_key", "eval.benchmarks", "eval.folder", "eval.samples",
-        "eval.temperature", "reward.function")  # fmt: skip
+        "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_response_tokens", "reward.function")  # fmt: skip
 """Settings that decide what an accuracy is measured on."""
 GENERATED = ("data.arithmetic.", "data.reasoning_gym.", "data.verifiers.")
 """Settings of generators decide it too, except ``TRAINING_ONLY``."""

@@ -116,15 +116,22 @@ def role_advantages(part: StepMetadata, objective: Objective) -> Floats:
 
 def advantages_of_segments(part: StepMetadata, config: Config, objective: Objective) -> Floats:
     """[Q, G, S], the advantage of each segment; S = 1 where a completion has one. All are 0 where a teacher alone is
-    trained on."""
+    trained on, and those of masked completions, whose rewards still count in the baselines of the others."""
     segments = part.segments.shape[-1]
     if not config.loss.distillation.use_task_rewards:
         return np.zeros((*part.rewards.shape, segments or 1))
     if config.rollout.tree.branches:
         return tree_advantages(part.rewards, part.segments, config.rollout.tree)
     if segments:
-        return role_advantages(part, objective)
-    return minibatch_advantages(part.rewards, part.prompt_inclusion, objective)[..., None]
+        advantages = role_advantages(part, objective)
+    else:
+        advantages = minibatch_advantages(part.rewards, part.prompt_inclusion, objective)[..., None]
+    return np.where(masked_completions(part, config)[..., None], 0.0, advantages)
+
+
+def masked_completions(part: StepMetadata, config: Config) -> Bools:
+    """[Q, G], True for completions without any loss: truncated ones, with ``loss.mask_truncated``."""
+    return part.truncated & config.loss.mask_truncated
 
 
 def completion_advantages(part: StepMetadata, segments: Floats) -> Floats:

@@ -34,7 +34,7 @@ ARRAYS = [field.name for field in fields(StepMetadata) if field.name != "window"
 
 def plain_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
     """Default StepMetadata fields for groups of ``samples`` completions of one sequence each, which share their prompt,
-    without trees, roles and teachers. ``prompt_lengths`` are [Q]."""
+    without trees, roles, teachers and truncated ones. ``prompt_lengths`` are [Q]."""
     prompts, shape = len(prompt_lengths), (len(prompt_lengths), samples)
     return {
         "shared_lengths": prompts_shared(prompt_lengths, samples),
@@ -42,6 +42,7 @@ def plain_fields(prompt_lengths: Ints, samples: int) -> dict[str, Any]:
         "log_ratios": np.zeros((*shape, 2)),
         "teacher": np.full(prompts, -1),
         "segments": no_segments(shape),
+        "truncated": np.zeros(shape, np.bool_),
     }
 
 

@@ -223,6 +223,8 @@ class StepMetadata:
     """[Q, G, S]; S = 0 where a completion has one advantage."""
     versions: Ints
     """[Q, G], the oldest weights that made any of a completion's tokens."""
+    truncated: Bools
+    """[Q, G], True for completions that ended at the response limit."""
     owners: Ints
     """[Q], the rank that holds the group's tokens."""
     window: float

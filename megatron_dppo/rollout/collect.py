@@ -86,6 +86,7 @@ class Collector:
             prompts,
             samples=rollout.samples_per_prompt,
             temperature=rollout.temperature,
+            max_tokens=rollout.max_response_tokens,
             seed=engine_seed(self._config.run.seed, rollouts.step, Purpose.SAMPLING, again),
             routing=self._routing,
             branches=rollout.tree.branches,
@@ -161,6 +162,9 @@ class Collector:
         samples: int,
         temperature: float,
         seed: int,
+        max_tokens: int,
+        top_p: float | None = None,
+        top_k: int | None = None,
         routing: RoutingShape | None = None,
         branches: tuple[BranchConfig, ...] = (),
         progress: Sequence[PartialRollout] | None = None,
@@ -169,10 +173,12 @@ class Collector:
         it returns is for :meth:`answers`."""
         sampling = Sampling(
             samples=samples,
-            max_tokens=self._config.rollout.max_response_tokens,
+            max_tokens=max_tokens,
             temperature=temperature,
             stop_token_ids=self._stops,
             seed=seed,
+            top_p=top_p,
+            top_k=top_k,
             routing=routing,
             branches=branches,
         )
@@ -242,7 +248,7 @@ class Collector:
     ) -> tuple[list[Group], StepMetadata, dict[str, float]]:
         """This rank's groups, their metadata, and what is counted of them (see :class:`RolloutBatch`)."""
         rollout = self._config.rollout
-        groups, inclusion, raw, correct, truncated, failed = [], [], 0.0, 0, 0, []
+        groups, inclusion, raw, correct, failed = [], [], 0.0, 0, []
         of_roles: list[Floats] = []
         every = zip(answers.prompts, inclusions, answers.completions, answers.scores, strict=True)
         for prompt, pi, completions, scores in every:
@@ -253,7 +259,6 @@ class Collector:
             rewards = np.array([score.reward for score in known])
             raw += rewards.sum()
             correct += sum(score.correct for score in known)
-            truncated += sum(c.finish_reason == "length" for c in completions)
             penalty = self._penalty(prompt, completions)
             groups.append(Group(prompt, completions, rewards + penalty))
             inclusion.append(pi)
@@ -268,7 +273,6 @@ class Collector:
             "negative_logprob": -float(sum(each.sum(dtype=np.float64) for each in logprobs)),
             "unique_tokens": sum(unique_tokens(group.completions, rollout.tree.branches) for group in groups),
             "correct": correct,
-            "truncated": truncated,
             "failed_weight": sum(1.0 / pi for pi in failed),
             "failed_groups": len(failed),
         }
@@ -294,7 +298,7 @@ class Collector:
             "rollout/accuracy": total["correct"] / count,
             "rollout/response_len/mean": float(lengths.sum()) / count,
             "rollout/response_len/max": float(lengths.max(initial=0)),
-            "rollout/truncated_ratio": total["truncated"] / count,
+            "rollout/truncated_ratio": float(metadata.truncated.sum()) / count,
             "rollout/zero_std/ratio": (groups - len(mixed(metadata))) / max(groups, 1),
             "rollout/generated_tokens": sampled,
             "rollout/unique_tokens": total["unique_tokens"],

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_dppo.process.streams import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
@@ -148,9 +149,11 @@ class Decoding:
 
     def _draw(self, first: int, logits: torch.Tensor) -> None:
         """Draw the next token of each row from ``first`` on, whose ``logits`` are [rows, vocabulary]."""
-        rows, temperature = self._rows[first : first + len(logits)], self._sampling.temperature
-        place = rows[:, COMPLETION], rows[:, MADE]
-        drawn, self._logprobs[place] = draw_tokens(logits, self._uniforms[place], temperature)
+        rows, sampling = self._rows[first : first + len(logits)], self._sampling
+        place, temperature = (rows[:, COMPLETION], rows[:, MADE]), sampling.temperature
+        drawn, self._logprobs[place] = draw_tokens(
+            logits, self._uniforms[place], temperature, sampling.top_p, sampling.top_k
+        )
         self._tokens[place] = rows[:, TOKEN] = drawn
         if self._entropies is not None:
             self._entropies[place] = entropies_of(logits, temperature)
@@ -238,22 +241,35 @@ def completion_uniforms(seed: int, prompt_id: int, sample: int, count: int) -> N
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(count)
 
 
-def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_tokens(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperature: float,
+    top_p: float | None = None,
+    top_k: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token per row.
 
     Args:
         logits: [rows, vocabulary]
         uniforms: [rows], fp64 in [0, 1); not read at temperature 0.
         temperature: 0 takes the likeliest token, and then gives log-probabilities at temperature 1.
+        top_p, top_k: tokens that are sampled from, as in :class:`Sampling`; ``top_k`` is applied first.
 
     Returns:
-        [rows] int64 tokens, and [rows] fp32 log-probabilities of them under the temperature-scaled distribution.
+        [rows] int64 tokens, and [rows] fp32 log-probabilities of them under the temperature-scaled distribution of all
+        tokens.
     """
     logits = logits.float()
     logprobs = torch.log_softmax(logits / temperature if temperature > 0 else logits, dim=-1)
     if temperature > 0:
+        ids, kept = torch.empty(0), logprobs
+        if top_k is not None:
+            kept = TopKLogitsWarper(top_k)(ids, kept)
+        if top_p is not None:
+            kept = TopPLogitsWarper(top_p)(ids, kept)
         # fp32 would lose the far tokens of a vocabulary of 150,000 in the rounding of the sum.
-        cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+        cumulative = kept.exp().cumsum(dim=-1, dtype=torch.float64)
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
         # Out of range only where logits are not numbers, which the caller reports once the batch has ended.
         tokens = tokens.clamp_(max=logits.shape[-1] - 1)

@@ -42,7 +42,8 @@ Pending = TypeVar("Pending")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. Log-probabilities are always those of the temperature-scaled distribution."""
+    """How to sample. Log-probabilities are those of the temperature-scaled distribution, unless ``top_p`` or ``top_k``
+    is set: no caller then reads them."""
 
     samples: int
     """Completions per prompt."""
@@ -52,6 +53,10 @@ class Sampling:
     stop_token_ids: tuple[int, ...]
     seed: int
     """Sampling of a completion is a function of (seed, prompt id, sample), where the engine can be seeded."""
+    top_p: float | None = None
+    """Least probability of the likeliest tokens that are sampled from; None: all are, as in training."""
+    top_k: int | None = None
+    """Number of the likeliest tokens that are sampled from; None: all are, as in training."""
     routing: RoutingShape | None = None
     """Shape of the routing that the engine reports; None: no routing."""
     branches: tuple[BranchConfig, ...] = ()

@@ -68,6 +68,7 @@ def metadata_of(
         teacher=teacher,
         segments=parts,
         versions=table(lambda g: [c.oldest_version for c in g.completions]),
+        truncated=table(lambda g: [c.finish_reason == "length" for c in g.completions], np.bool_),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
     )

@@ -253,7 +253,7 @@ def _idle(config: Config) -> Iterator[str]:
         (model.lora.rank, ("model.lora.",)),
         (loss.kl_coef, ("model.reference_on_host",)),
         (model.spec != "torch" and model.dtype != "fp32", ("model.deterministic",)),
-        (held_out, ("eval.every", "eval.samples", "eval.show", "eval.temperature")),
+        (held_out, ("eval.every", "eval.samples", "eval.show", "eval.temperature", "eval.top_", "eval.max_")),
         (config.eval.problems != 0, ("data.eval", "eval.benchmarks")),
         (any(source.benchmark for source in held_out), ("eval.folder",)),
         *((task in tasks, (f"data.{task}.",)) for task in GENERATORS),

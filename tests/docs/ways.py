@@ -52,7 +52,7 @@ class Way:
 CI = ".ci/run"
 NOT_RUN = "# not run here"
 PLACEHOLDERS = {"CONFIG": "configs/quickstart.yaml"}
-EVALUATED = f"{LAYOUT} rollout.max_response_tokens=8 --problems 2"
+EVALUATED = f"{LAYOUT} rollout.max_response_tokens=8 eval.max_response_tokens=8 --problems 2"
 TEST_ONLY = {"sbatch ": "sbatch --test-only "}
 WAYS = (
     # What CI itself runs, whole.

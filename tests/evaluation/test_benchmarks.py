@@ -202,6 +202,10 @@ def test_no_problem_is_left_out_for_its_length_and_one_without_room_is_an_error(
     with pytest.raises(UserError, match="leaves 28 of the policy's 128 positions") as caught:
         held_out(load_config(None, words), tokenizer, max_positions=128)
     assert caught.value.setting == "rollout.max_response_tokens"
+    own = [*words, "eval.max_response_tokens=90"]
+    with pytest.raises(UserError, match="leaves 38 of the policy's 128 positions") as caught:
+        held_out(load_config(None, own), tokenizer, max_positions=128)
+    assert (caught.value.setting, caught.value.value) == ("eval.max_response_tokens", 90)
 
 
 def solved(question: Question) -> str:

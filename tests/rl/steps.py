@@ -32,6 +32,7 @@ def step_metadata(
         "teacher": np.full(groups, -1),
         "segments": no_segments((groups, samples)),
         "versions": np.zeros((groups, samples), np.int64),
+        "truncated": np.zeros((groups, samples), bool),
         "owners": rng.integers(0, 4, groups),
     }
     made |= fields

@@ -89,6 +89,7 @@ def metadata_for(chosen: tuple[int, ...]) -> StepMetadata:
         teacher=np.full(1, -1),
         segments=segments,
         versions=np.zeros_like(lengths),
+        truncated=np.zeros(lengths.shape, bool),
         owners=np.zeros(1, np.int64),
         window=1.0,
     )

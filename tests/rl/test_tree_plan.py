@@ -52,6 +52,7 @@ def metadata_of(given: Forests, groups: slice = slice(None)) -> StepMetadata:
         teacher=np.full(count, -1),
         segments=given.segments[groups],
         versions=np.zeros_like(given.lengths[groups]),
+        truncated=np.zeros(given.lengths[groups].shape, bool),
         owners=np.zeros(count, np.int64),
         window=float(count),
     )

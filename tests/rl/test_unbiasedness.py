@@ -67,6 +67,7 @@ class World:
     """Prompts to which the reference is a teacher."""
     serves: bool = False
     """Whether it tells of sampled tokens alone, as a server does."""
+    truncated: np.ndarray = field(default_factory=lambda: np.zeros((PROMPTS, SAMPLES), bool))
 
     def log_ratio(self, prompt: int, sample: int) -> tuple[float, float]:
         """Mean and deviation over a completion's tokens, as the planner knows them."""
@@ -97,6 +98,7 @@ class World:
             teacher=np.full(len(ids), -1),
             segments=no_segments((len(ids), SAMPLES)),
             versions=np.zeros((len(ids), SAMPLES), dtype=np.int64),
+            truncated=self.truncated[ids],
             owners=np.zeros(len(ids), dtype=np.int64),
             window=float(selection.window),
         )
@@ -248,14 +250,19 @@ def expectation(world: World, config: Config, monkeypatch: pytest.MonkeyPatch, m
     return total
 
 
-def full_gradient(world: World, config: Config, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """∇J, of every completion of every prompt."""
+def full_gradient(
+    world: World, config: Config, monkeypatch: pytest.MonkeyPatch, *, but_truncated: bool = False
+) -> torch.Tensor:
+    """∇J, of every completion of every prompt; or the terms of those that are not truncated."""
     everything = Selection(np.arange(PROMPTS), np.ones(PROMPTS), window=PROMPTS)
     pruning = replace(config.pruning, completions=replace(config.pruning.completions, rule="none", function=None))
     monkeypatch.setattr(planning, "generator", lambda *_: FixedOffset(0.0))
     metadata = world.metadata(everything)
-    step = planning.plan_step(metadata, replace(config, pruning=pruning), **SETTINGS)
-    return gradient(world, config, metadata, step.minibatches[0])
+    (whole,) = planning.plan_step(metadata, replace(config, pruning=pruning), **SETTINGS).minibatches
+    if but_truncated:
+        left = np.where(world.truncated[whole.samples.group, whole.samples.completion], 0.0, whole.samples.scale)
+        whole = dataclasses.replace(whole, samples=dataclasses.replace(whole.samples, scale=left))
+    return gradient(world, config, metadata, whole)
 
 
 def relative_error(world: World, config: Config, monkeypatch: pytest.MonkeyPatch, mistake: str = "") -> float:
@@ -306,6 +313,31 @@ def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, p
 def test_so_it_is_with_a_teacher_of_all_prompts_or_of_some(world, monkeypatch, prompts, loss, taught, serves):
     given = dataclasses.replace(world, taught=np.array(taught), serves=serves)
     assert relative_error(given, settings(prompts, "neyman", **loss), monkeypatch) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("prompts", "loss"),
+    [
+        ("neyman", {"name": "grpo"}),
+        ("neyman", {"name": "grpo", "kl_coef": 0.1}),
+        ("none", {"name": "dapo"}),
+        ("neyman", {"name": "rloo", "trust_region": "tv"}),
+        ("none", {"name": "reinforce_pp"}),
+        ("neyman", {"name": "dr_grpo", "distillation": DistillationConfig(teacher="T", coef=0.5)}),
+        ("none", {"name": "grpo", "distillation": ALONE}),
+    ],
+)
+def test_masked_completions_are_never_kept_and_count_in_baselines_and_divisor(world, monkeypatch, prompts, loss):
+    """The expected pruned gradient is the unmasked full one without the terms of the truncated completions."""
+    truncated = np.array([[1, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]], bool)
+    taught = np.full(PROMPTS, "distillation" in loss)
+    given = dataclasses.replace(world, truncated=truncated, taught=taught)
+    without = full_gradient(given, settings(prompts, "neyman", **loss), monkeypatch, but_truncated=True)
+    masked = settings(prompts, "neyman", mask_truncated=True, **loss)
+    assert float((expectation(given, masked, monkeypatch) - without).norm() / without.norm()) < 1e-6
+    everything = Selection(np.arange(PROMPTS), np.ones(PROMPTS), window=PROMPTS)
+    (minibatch,) = planning.plan_step(given.metadata(everything), masked, **SETTINGS).minibatches
+    assert not truncated[minibatch.samples.group, minibatch.samples.completion].any()
 
 
 @pytest.mark.parametrize(("good", "bad"), [(0.0, 0.0), (0.1, 0.9)])

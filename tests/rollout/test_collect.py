@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron_dppo.config import BranchConfig, Config, LossConfig, RunConfig, TreeConfig, replace
+from megatron_dppo.config import BranchConfig, Config, EvalConfig, LossConfig, RunConfig, TreeConfig, replace
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
 from megatron_dppo.errors import UserError
@@ -180,7 +180,7 @@ def test_trees_are_grown_for_training_alone_and_what_their_leaves_share_counts_o
     result = collect(collector, pool_of(10), Selection(np.array([4]), np.ones(1), 1), step=4)
     assert result.metrics["rollout/generated_tokens"] == 4 * 8
     assert result.metrics["rollout/unique_tokens"] == 8 + (8 - 3) + 8
-    collector.ask([pool_of(10)[4]], samples=4, temperature=1.0, seed=1)
+    collector.ask([pool_of(10)[4]], samples=4, temperature=1.0, seed=1, max_tokens=8)
     assert [sampling.branches for _, sampling in bench.engine.asked] == [tree.branches, ()]
 
 
@@ -329,7 +329,8 @@ def test_equal_rewards_are_counted_group_by_group(bench: Bench) -> None:
 def test_correctness_is_what_the_verifier_says_and_not_the_size_of_the_reward(bench: Bench) -> None:
     prompts = [Prompt(0, np.arange(3, dtype=np.int32), "", "-40", source, {"add": 2}) for source in ("here", "there")]
     collector = bench.collector({0: said("echo")})
-    answers = collector.answers(prompts, collector.ask(prompts, samples=1, temperature=1.0, seed=0), of_all=2)
+    pending = collector.ask(prompts, samples=1, temperature=1.0, seed=0, max_tokens=9)
+    answers = collector.answers(prompts, pending, of_all=2)
     assert answers.scores == [[Score(-38.0, True)], [Score(-38.0, False)]]
     assert answers.texts == [["echo"], ["echo"]], "the end of the turn is no part of the answer"
 
@@ -375,11 +376,13 @@ def test_engine_is_asked_as_configured_with_a_seed_of_the_step(bench: Bench) -> 
     selection = Selection(np.array([3, 1]), np.ones(2), 2)
     seeds = []
     for step, seed in ((0, 5), (0, 5), (1, 5), (0, 6)):
-        config = replace(collect_config(), run=RunConfig(seed=seed))
+        own = EvalConfig(top_p=0.9, top_k=20, max_response_tokens=LIMIT_TOKENS + 7)
+        config = replace(collect_config(), run=RunConfig(seed=seed), eval=own)
         bench.collector({3: MIXED, 1: MIXED}, config).request(pool_of(5), StepRollouts(selection, step))
         ((asked, sampling),) = bench.engine.asked
         assert asked == [3, 1]
         assert (sampling.samples, sampling.max_tokens, sampling.temperature) == (SAMPLES, LIMIT_TOKENS, 0.7)
+        assert (sampling.top_p, sampling.top_k) == (None, None), "training samples from the whole distribution"
         assert sampling.stop_token_ids == (end_token_id(bench.tokenizer),)
         seeds.append(sampling.seed)
     assert seeds[0] == seeds[1]
@@ -481,7 +484,7 @@ def test_a_completion_without_routing_is_refused_where_it_is_to_be_replayed(toke
         collector = Collector(collect_config(), world, engine, ScriptedWorkers(), tokenizer, (2,), shape)
         with pytest.raises(UserError, match="a completion came without") as caught:
             collect(collector, pool_of(10), Selection(np.array([4]), np.ones(1), 2), step=0)
-        collector.ask([pool_of(10)[2]], samples=1, temperature=1.0, seed=1)
+        collector.ask([pool_of(10)[2]], samples=1, temperature=1.0, seed=1, max_tokens=8)
         return caught.value.setting, [sampling for _, sampling in engine.asked]
 
     for setting, (asked, evaluated) in as_ranks(2, on_a_rank):

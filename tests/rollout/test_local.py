@@ -316,6 +316,16 @@ def test_without_stop_tokens_every_completion_has_full_length(tmp_path: Path) ->
         assert len(completion.token_ids) == 9 and completion.finish_reason == "length"
 
 
+@pytest.mark.parametrize("least", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_the_likeliest_token_alone_is_greedy_at_any_temperature(tmp_path: Path, least: dict[str, float]) -> None:
+    policy, prompts = make_policy(), make_prompts(5, 8, 2)
+    engine, hot = make_engine(policy, tmp_path), sampling_of(temperature=1.7)
+    greedy = generate(engine, prompts, sampling_of(temperature=0.0))
+    groups = generate(engine, prompts, replace(hot, **least))
+    assert tokens_of(groups) == tokens_of(greedy) != tokens_of(generate(engine, prompts, hot))
+    assert_logprobs_of_a_plain_forward(policy, prompts, groups, 1.7)
+
+
 def test_an_update_changes_tokens_and_version(tmp_path: Path) -> None:
     engine, prompts = make_engine(make_policy(0), tmp_path), make_prompts(5, 8)
     before = generate(engine, prompts, sampling_of())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_dppo.rollout.decoding import completion_uniforms, draw_tokens
 
@@ -58,3 +60,34 @@ def test_every_rare_token_can_be_drawn() -> None:
     uniforms = 1 - torch.linspace(seen * share, 0, 4 * seen + 1, dtype=torch.float64)[:-1]
     tokens, _ = draw_tokens(logits.repeat(len(uniforms), 1), uniforms, 1.0)
     assert len(tokens.unique()) >= seen
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.8, None), (None, 5), (0.6, 7), (1.0, None), (1e-6, None), (None, 1)])
+def test_tokens_are_drawn_from_the_likeliest_ones_in_the_shares_of_transformers(
+    top_p: float | None, top_k: int | None
+) -> None:
+    """Over all uniforms, at a temperature. What is left out is never drawn, at either end of the interval."""
+    draws, temperature = 200_000, 0.7
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 2.0
+    uniforms = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
+    uniforms[[0, -1]] = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = draw_tokens(logits.expand(draws, -1), uniforms, temperature, top_p, top_k)
+
+    chosen = [TemperatureLogitsWarper(temperature)]
+    chosen += [TopKLogitsWarper(top_k)] if top_k else []
+    chosen += [TopPLogitsWarper(top_p)] if top_p else []
+    expected = LogitsProcessorList(chosen)(torch.zeros(1, 1), logits[None].double())[0].softmax(dim=-1)
+    found = torch.bincount(tokens, minlength=50) / draws
+    torch.testing.assert_close(found.double(), expected, atol=2 / draws, rtol=0)
+    assert set(tokens.unique().tolist()) <= set(expected.nonzero()[:, 0].tolist())
+    of_all = torch.log_softmax(logits / temperature, dim=-1)
+    torch.testing.assert_close(logprobs, of_all[tokens])
+
+
+def test_top_p_takes_the_fewest_tokens_that_have_it_and_renormalises_them() -> None:
+    """By hand: 0.5 and 0.3 are the fewest that have 0.7; of the three of top_k, 0.5/0.9 and 0.3/0.9 have 0.8."""
+    logits = torch.log(torch.tensor([[0.3, 0.1, 0.5, 0.1]])).expand(1000, -1)
+    uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    for chosen in ({"top_p": 0.7}, {"top_p": 0.8 - 1e-4, "top_k": 2}, {"top_k": 2}):
+        tokens, _ = draw_tokens(logits, uniforms, 1.0, **chosen)
+        assert torch.bincount(tokens, minlength=4).tolist() == [375, 0, 625, 0]

@@ -65,6 +65,7 @@ def batch_of(world: World, *, routed: bool = False) -> StepRollouts:
         teacher=np.full(len(groups), -1),
         segments=no_segments(shape),
         versions=np.array([[c.oldest_version for c in g.completions] for g in groups.values()]).reshape(shape),
+        truncated=np.random.default_rng(1).random(shape) < 0.5,
         owners=np.full(len(groups), world.rank),
         window=0.0,
     )

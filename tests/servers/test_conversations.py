@@ -125,6 +125,7 @@ class Policy(BaseHTTPRequestHandler):
         if self.path == "/judge" and self.server.refusals:
             self.send_error(self.server.refusals.pop())
             return
+        self.server.sampling.append(asked.get("sampling_params"))
         aborts = asked.get("input_ids", [0])[-1] == ABORTS
         tokens = [5] if aborts else [5, 6]
         meta = {
@@ -152,6 +153,8 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Policy)
         self.refusals: list[int] = []
         """Statuses of the next answers of the judge."""
+        self.sampling: list[dict[str, Any]] = []
+        """Parameters of the requests so far."""
 
 
 @pytest.fixture
@@ -176,6 +179,7 @@ def converse(
     attempts: int = 3,
     setting: str = "custom_generate",
     roles: tuple[str, ...] = (),
+    **sampled: float,
 ) -> tuple[RequestBatch, dict, list]:
     """Have a function answer; the batch, the servers that were lost, and what is left in the prompts."""
     (folder / "tools.py").write_text(FUNCTIONS)
@@ -197,7 +201,7 @@ def converse(
     dispatcher.serve_from([SglangClient(url, http)])
     extra = [{"other": other, "turns": []} for _ in range(PROMPTS)]
     prompts = [Prompt(i, np.array([7, 8], np.int32), "7 8", "", extra=extra[i]) for i in range(PROMPTS)]
-    sampling = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
+    sampling = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1, **sampled)
     batch = dispatcher.begin(prompts, sampling, 3)
     batch.wait(60.0)
     lost = dispatcher.take_lost()
@@ -213,6 +217,22 @@ def test_a_judge_s_weights_are_not_the_policy_s(url: str, tmp_path: Path) -> Non
         assert [completion.token_ids.tolist() for completion in group] == [[5, 6]] * SAMPLES
         assert {span.version for completion in group for span in completion.versions} == {3}
         assert {completion.finish_reason for completion in group} == {"stop"}
+
+
+@pytest.mark.parametrize(("setting", "name"), [("custom_generate", "talk"), ("conversation", "rollout")])
+@pytest.mark.parametrize(("sampled", "said"), [({}, (1.0, -1)), ({"top_p": 0.9, "top_k": 20}, (0.9, 20))])
+def test_turns_are_sampled_from_the_tokens_that_the_run_asks_for(
+    server: Server,
+    url: str,
+    tmp_path: Path,
+    setting: str,
+    name: str,
+    sampled: dict[str, float],
+    said: tuple[float, ...],
+) -> None:
+    batch, _, _ = converse(name, url, tmp_path, setting=setting, **sampled)
+    assert batch.error is None
+    assert {(each["top_p"], each["top_k"]) for each in server.sampling} == {said}
 
 
 def test_a_tool_that_is_down_costs_no_server(url: str, tmp_path: Path) -> None:

@@ -109,6 +109,14 @@ def test_prompts_are_shared_out_and_come_back_in_their_order(http: Http) -> None
     assert sorted(len(server.asks) for server in servers) == [4, 5]
 
 
+def test_requests_have_the_stops_and_the_sampling_of_the_batch(http: Http) -> None:
+    server = Script("http://a:1", http, _answers)
+    sampling = replace(SAMPLING, temperature=0.6, stop_token_ids=(0, 3), top_p=0.9, top_k=20)
+    _dispatcher(http, server).begin(_prompts(1), sampling, 5).wait(20.0)
+    (ask,) = server.asks
+    assert (ask.temperature, ask.top_p, ask.top_k, ask.stop_token_ids) == (0.6, 0.9, 20, (0, 3))
+
+
 ENDS, LONGEST = 0.12, 24
 """How likely each token ends a completion, and where it is cut off."""
 

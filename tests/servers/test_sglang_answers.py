@@ -50,6 +50,15 @@ def test_where_inference_is_deterministic_each_sample_has_a_seed_of_its_own(http
     assert not any("n" in sampling for sampling in api.body["sampling_params"])
 
 
+def test_a_server_samples_from_all_tokens_unless_it_is_asked_otherwise(http: Http) -> None:
+    api, request = Hears("http://127.0.0.1:1", http), GenerateRequest([3, 4], 1, 8, 1.0, (5, 6), seed=1)
+    for asked, said in ((request, (1.0, -1)), (replace(request, top_p=0.9, top_k=20), (0.9, 20))):
+        http.run(api.generate(asked, timeout_s=1.0))
+        (sampling,) = api.body["sampling_params"]
+        assert (sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (*said, 0.0)
+        assert sampling["stop_token_ids"] == [5, 6]
+
+
 def test_a_server_says_how_many_ranks_and_stages_it_has(http: Http) -> None:
     class Staged(Hears):
         async def get(self, path: str, **named: Any) -> Any:
@@ -96,6 +105,23 @@ def test_a_server_that_does_not_tell_its_experts_is_refused_by_name(http: Http) 
     assert "--enable-return-routed-experts" in raised.value.remedy
     api.routed = np.zeros(0, np.int32)
     http.run(pool._check(api))
+
+
+def test_a_server_must_have_room_for_the_answers_of_evaluations_too(http: Http) -> None:
+    class Short(Hears):
+        async def get(self, path: str, **named: Any) -> Any:
+            return await super().get(path, **named) | {"context_length": 1536}
+
+    def check(*words: str) -> None:
+        settings = ["rollout.engine=sglang", "rollout.servers=[http://127.0.0.1:1]", *words]
+        pool = ServerPool(load_config(None, settings), http, architecture="", secret=None, say=print)
+        http.run(pool._check(Short("http://127.0.0.1:1", http)))
+
+    check("eval.max_response_tokens=1024")
+    for limit in ("rollout", "eval"):
+        with pytest.raises(UserError, match=r"takes 1536 tokens, and the longest prompt .* has 1537") as raised:
+            check(f"{limit}.max_response_tokens=1025")
+        assert f"data.max_prompt_tokens or {limit}.max_response_tokens" in raised.value.remedy
 
 
 @pytest.mark.servers

@@ -248,6 +248,23 @@ def test_only_a_server_that_survives_a_seed_is_given_one(
     assert asked.get("seed") == seed
 
 
+def test_a_server_samples_from_all_tokens_unless_it_is_asked_otherwise(
+    http: Http, api: VllmClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    async def post(path: str, body: dict[str, Any], **_: Any) -> Any:
+        asked.update(body["sampling_params"])
+        return {"choices": [CHOICE]}
+
+    monkeypatch.setattr(api, "post", post)
+    request = replace(REQUEST, stop_token_ids=(5, 6))
+    for each, said in ((request, (1.0, -1)), (replace(request, top_p=0.9, top_k=20), (0.9, 20))):
+        http.run(api.generate(each, timeout_s=5.0))
+        assert (asked["top_p"], asked["top_k"], asked["min_p"]) == (*said, 0.0)
+        assert asked["stop_token_ids"] == [5, 6]
+
+
 def test_a_server_without_our_extension_loads_from_disk_only(http: Http, api: VllmClient, said: dict[str, Any]) -> None:
     said["/server_info"]["vllm_config"]["parallel_config"]["worker_extension_cls"] = ""
     http.run(api.update_from_disk(Path("/weights"), "5"))

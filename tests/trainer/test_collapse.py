@@ -42,7 +42,7 @@ def test_a_run_without_any_gradient_is_saved_and_ends(policy: Path, ranks: RankP
     config = replace(config, run=replace(config.run, max_idle_steps=2))
     for setting, said in ranks.run(2, ending, config):
         assert setting == "run.max_idle_steps"
-        assert "the last 2 steps" in said and "their mean was 1" in said
+        assert "the last 2 steps" in said and "mean reward was 1 " in said
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2]
     assert saved(tmp_path) == [2]
     again = replace(config, run=replace(config.run, max_idle_steps=0, steps=5))

@@ -47,6 +47,37 @@ def test_step_of_equal_groups_is_a_counted_no_op_on_every_rank(ranks: RankPool, 
         assert metrics == {"train/no_op_updates": 1.0}
 
 
+def learn_from_truncated(
+    rank: int, size: int, config: Config, finished: tuple[int, ...]
+) -> tuple[set[tuple[int, int]], dict[str, float], bool]:
+    """All completions are truncated but those of the first group that are ``finished``."""
+    world, learner, policy = build(config)
+    metadata, groups = step_of_groups(size)
+    truncated = np.ones_like(metadata.truncated)
+    truncated[0, list(finished)] = False
+    metadata = dataclasses.replace(metadata, truncated=truncated)
+    before = weights_of(policy, world)
+    plan = plan_for(world, config, metadata)
+    metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
+    after = weights_of(policy, world)
+    samples = plan.minibatches[0].samples
+    kept = set(zip(samples.group.tolist(), samples.completion.tolist(), strict=True))
+    return kept, metrics, all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_truncated_completion_gives_no_gradient_where_it_is_masked_and_a_finished_one_does(
+    ranks: RankPool, path: Path
+) -> None:
+    """Under a KL term, which trains on completions without an advantage as well."""
+    config = config_for(path, LayoutConfig(dp=2), LossConfig(kl_coef=0.1, mask_truncated=True), 64, distributed=True)
+    for kept, metrics, unchanged in ranks.run(2, learn_from_truncated, config, ()):
+        assert unchanged and not kept
+        assert metrics == {"train/no_op_updates": 1.0}
+    for kept, metrics, unchanged in ranks.run(2, learn_from_truncated, config, (1,)):
+        assert not unchanged and kept == {(0, 1)}
+        assert metrics["train/grad_norm"] > 0.0
+
+
 def learn_from_nan(rank: int, size: int, config: Config) -> tuple[str, bool]:
     world, learner, policy = build(config)
     metadata, groups = step_of_groups(size)

@@ -45,8 +45,8 @@ class CompletionCandidates:
     floor: Floats
     """Least inclusion probability. It bounds the weight 1/(π_prompt·π_completion)."""
     zero_advantage: Bools
-    """A = 0, no KL term and no teacher: the gradient is exactly 0. Every rule drops these, and weighs nothing up for
-    them."""
+    """A = 0, no KL term and no teacher, or masked by ``loss.mask_truncated``: the gradient is exactly 0. Every rule
+    drops these, and weighs nothing up for them."""
 
 
 def keep_all(candidates: CompletionCandidates, keep: float) -> Floats:

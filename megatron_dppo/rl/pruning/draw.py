@@ -13,7 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.advantages import advantages_of_segments, completion_advantages, group_advantages
+from megatron_dppo.rl.advantages import (
+    advantages_of_segments,
+    completion_advantages,
+    group_advantages,
+    masked_completions,
+)
 from megatron_dppo.rl.census import Cell, PruningStats
 from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.objectives import Objective, coefficient, kept_share, normaliser
@@ -46,8 +51,8 @@ class PruningDraw:
     weights of its own in place of 1/π."""
     kept: Bools
     zero_advantage: Bools
-    """A = 0, no KL term and no teacher: the gradient is exactly 0. No rule trains on these, and none is said to save
-    them."""
+    """A = 0, no KL term and no teacher, or masked: the gradient is exactly 0. No rule trains on these, and none is said
+    to save them."""
     segments: Floats
     """[Q, G, S], the advantage of each segment, of which ``advantage`` is a mean; S = 1 where a completion has one."""
     normaliser: float
@@ -111,6 +116,7 @@ def prune_minibatch(
 
 def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
     """√ of the mean square of what multiplies the scores of a completion's tokens: [Q, G] as A. Without a teacher: |A|.
+    0 of masked completions.
 
     A server's tokens have the advantages A + β·log q/p, whose mean square is (A + β·mean)² + (β·deviation)².
 
@@ -120,8 +126,8 @@ def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
     of the scores. That is a guess: it sets probabilities, and no weight depends on its being right.
     """
     pull = config.loss.distillation_coef * part.log_ratios
-    magnitude: Floats = np.hypot(advantage + pull[..., 0], pull[..., 1])
-    return magnitude
+    magnitude = np.hypot(advantage + pull[..., 0], pull[..., 1])
+    return np.where(masked_completions(part, config), 0.0, magnitude)
 
 
 def completion_candidates(
@@ -137,7 +143,7 @@ def completion_candidates(
         score=magnitudes(part, advantage, config) * c * score_norms / prompt_inclusion,
         cost=part.tokens.astype(np.float64),
         floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
-        zero_advantage=(advantage == 0.0) & rewards_alone,
+        zero_advantage=(advantage == 0.0) & rewards_alone | masked_completions(part, config),
     )
 
 
@@ -161,7 +167,7 @@ def prune_metrics(
     - ``kept_prompt_fraction``: prompts rolled out, over the window.
     - ``kept_completion_fraction``, ``kept_token_fraction``: completions trained on, and their tokens, over those rolled
       out.
-    - ``zero_advantage_fraction``: completions with an advantage of 0.
+    - ``zero_advantage_fraction``: completions with an advantage of 0, or masked.
     - ``max_weight``: the largest Horvitz-Thompson weight among the kept completions.
     - ``effective_sample_size``: (Σw)²/Σw² over the kept completions, as a share of their number (Kish); left out
       where nothing was kept.

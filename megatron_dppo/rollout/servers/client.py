@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # what runs servers needs neither torch nor Megatron
 InFlight = Literal["retract", "keep", "abort"]
 """Fate of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
 
-WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-"""Sampling of SGLang and vLLM from all tokens, each with its own probability."""
 INCOMPLETE = "incomplete"
 """Version of a server between the beginning and the end of an update: it may hold weights of two."""
 ROUTING_FLAG = "--enable-return-routed-experts"
@@ -81,10 +79,17 @@ class GenerateRequest:
     stop_token_ids: Sequence[int]
     seed: int | None
     """Used where the server takes seeds. Whether the same seed gives the same completion depends on the server."""
+    top_p: float | None = None
+    top_k: int | None = None
     routing: RoutingShape | None = None
     """Shape of the routing that the server reports; None: no routing."""
     entropies: bool = False
     """Whether it is to tell enough of each token's distribution for :func:`least_entropies`."""
+
+    @property
+    def sampled_from(self) -> dict[str, float]:
+        """Which tokens SGLang and vLLM sample from. Nothing is left to a server's own defaults."""
+        return {"top_p": self.top_p or 1.0, "top_k": self.top_k or -1, "min_p": 0.0}
 
 
 @dataclass(frozen=True, slots=True)

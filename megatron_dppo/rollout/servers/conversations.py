@@ -94,6 +94,8 @@ class ConversationClient(Client):
                 temperature=self.sampling.temperature,
                 stop_token_ids=stops,
                 seed=self.sampling.seed_at(*place),
+                top_p=self.sampling.top_p,
+                top_k=self.sampling.top_k,
                 routing=self.sampling.routing,
             )
             result = await readable(self.server.url, self._result(request))

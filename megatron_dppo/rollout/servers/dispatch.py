@@ -265,6 +265,8 @@ class Dispatcher:
             stop_token_ids=sampling.stop_token_ids,
             # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
             seed=sampling.seed_at(first.stem.prompt.id, first.slot, attempt, first.length),
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             routing=sampling.routing,
             entropies=wants_entropies(sampling.branches),
         )

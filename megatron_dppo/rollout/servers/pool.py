@@ -363,13 +363,14 @@ class ServerPool:
             raise UserError(setting, client.url, error.problem, remedy) from None
         nccl.refuse_two(setting, client.url, self._our_nccl, info.nccl)
         rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
-        longest = self._config.data.max_prompt_tokens + rollout.max_response_tokens
+        longest = self._config.longest_context
         if info.architecture not in (None, self._architecture):
             problem = f"serves another model: {info.architecture} from {info.model}, the policy is {self._architecture}"
             remedy = "Start it with model.path, or name another server"
         elif info.max_tokens is not None and info.max_tokens < longest:
             problem = f"takes {info.max_tokens} tokens, and the longest prompt with its response has {longest}"
-            remedy = "Start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+            limit = "eval" if longest > self._config.longest else "rollout"
+            remedy = f"Start it with a longer context, or lower data.max_prompt_tokens or {limit}.max_response_tokens"
         elif info.stages > 1 and rollout.sync.transport == "collective":
             problem = f"has {info.stages} pipeline stages, and each of them would join as the ranks of the first"
             remedy = "Start it with --pp-size 1, or set rollout.sync.transport to disk"

@@ -31,7 +31,6 @@ from megatron_dppo.rollout.servers.client import (
     ADAPTER,
     INCOMPLETE,
     TOP_LOGPROBS,
-    WHOLE_DISTRIBUTION,
     GenerateRequest,
     GenerateResult,
     InFlight,
@@ -89,7 +88,7 @@ class SglangClient(ServerClient):
             "temperature": request.temperature,
             "max_new_tokens": request.max_tokens,
             "stop_token_ids": list(request.stop_token_ids),
-            **WHOLE_DISTRIBUTION,
+            **request.sampled_from,
         }
         body: dict[str, Any] = {"return_logprob": True}
         if request.routing is not None:

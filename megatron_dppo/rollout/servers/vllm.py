@@ -37,7 +37,6 @@ from megatron_dppo.rollout.servers.client import (
     CONTROL_S,
     INCOMPLETE,
     TOP_LOGPROBS,
-    WHOLE_DISTRIBUTION,
     GenerateRequest,
     GenerateResult,
     InFlight,
@@ -132,7 +131,7 @@ class VllmClient(ServerClient):
             "max_tokens": request.max_tokens,
             "stop_token_ids": list(request.stop_token_ids),
             "ignore_eos": True,
-            **WHOLE_DISTRIBUTION,
+            **request.sampled_from,
             "logprobs": TOP_LOGPROBS if request.entropies else 0,
             "detokenize": False,
         }

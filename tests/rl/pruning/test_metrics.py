@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from megatron_dppo.config import DistillationConfig
 from megatron_dppo.rl.census import Cell
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
@@ -68,6 +69,25 @@ def test_noise_is_estimated_without_bias_and_is_the_variance_of_independent_draw
     assert estimates[1] + estimates[2] == pytest.approx(variance, rel=1e-9)
     alone = (h**2 * (1.0 / metadata.prompt_inclusion[:, None] - 1.0)).sum()
     assert estimates[1] == pytest.approx(alone, rel=1e-9)  # what is left of the variance if all completions are kept
+
+
+@pytest.mark.parametrize("rule", ["none", "neyman"])
+@pytest.mark.parametrize("teacher", [None, "T"])
+def test_masked_completions_are_no_part_of_the_noise_and_no_saving(rule: str, teacher: str | None) -> None:
+    """The inflation is that of a step in which they had no advantage. With a teacher they would have a gradient too."""
+    truncated = np.random.default_rng(2).random((24, 8)) < 0.4
+    metadata = step_metadata(24, log_ratios=np.full((24, 8, 2), 1.0 if teacher else 0.0), truncated=truncated)
+    loss = {"mask_truncated": True, "distillation": DistillationConfig(teacher=teacher)}
+    config = step_config(rule=rule, **loss)
+    draw = prune_minibatch(metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(0))
+    metrics = prune_metrics(24.0, [(metadata, draw)])
+    assert not draw.kept[truncated].any() and draw.zero_advantage[truncated].all()
+    squares = np.where(truncated, 0.0, draw.magnitude * draw.coefficient * metadata.score_norms) ** 2
+    assert metrics["prune/variance_inflation"] == pytest.approx((squares * draw.weight).sum() / squares.sum())
+    assert metrics["prune/variance_inflation"] >= 1.0
+    idle = ~draw.kept & draw.zero_advantage
+    assert metrics["prune/saved_tokens_completions"] == metadata.tokens[~draw.kept & ~idle].sum()
+    assert census([(metadata, draw)]).zero_advantage == (idle.sum(), metadata.tokens[idle].sum())
 
 
 @pytest.mark.parametrize("rule", ["none", "threshold", "neyman"])
