@@ -2,9 +2,9 @@
 
     python tools/smollm2/problems.py OUT
 
-writes ``train.jsonl`` and ``held_out.jsonl``. These share no wording, no name, no thing and no calculation, where
-``3 + 5`` and ``5 + 3`` count as two. A prompt is a chat with four solved examples. Its answer is a calculation such as
-``\\boxed{5 + 7}``, and its label the number that the calculation makes.
+writes ``train.jsonl`` and ``held_out.jsonl``. These share no wording, no name, no thing and no calculation: no two
+problems have the same numbers, in whatever order. A prompt is a chat with four solved examples, whose numbers no problem
+has. Its answer is a calculation such as ``\\boxed{5 + 7}``, and its label the number that the calculation makes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -166,14 +167,24 @@ def calculation(operation: str, rng: random.Random) -> Calculation:
     return Calculation(operation, max(a, b) + (a == b), min(a, b)) if operation == "-" else Calculation(operation, a, b)
 
 
-def problems(split: str, count: int, taken: set[Calculation]) -> Iterator[dict[str, object]]:
-    """Rows of a split, all operations in turn, by calculations that are not ``taken``, and then are."""
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers in a text, the smallest first."""
+    return tuple(sorted(map(int, re.findall(r"\d+", text))))
+
+
+def in_examples() -> set[tuple[int, ...]]:
+    """The numbers of the solved examples."""
+    return {numbers(question) for question, _ in EXAMPLES}
+
+
+def problems(split: str, count: int, taken: set[tuple[int, ...]]) -> Iterator[dict[str, object]]:
+    """Rows of a split, all operations in turn, with numbers that are not ``taken``, and then are."""
     language, rng = LANGUAGE[split], random.Random(f"{SEED} {split}")
     for number in range(count):
         operation = "+-*/"[number % 4]
-        while (of := calculation(operation, rng)) in taken:
+        while (pair := tuple(sorted((of := calculation(operation, rng))[1:]))) in taken:
             pass
-        taken.add(of)
+        taken.add(pair)
         wordings = language.wordings[operation]
         names = {"n": rng.choice(language.names), "t": rng.choice(language.things)}
         text = wordings[number // 4 % len(wordings)].format(a=of.a, b=of.b, **names)
@@ -195,7 +206,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the folder to write into")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    taken: set[Calculation] = set()
+    taken = in_examples()
     for split, count in (("held_out", HELD_OUT), ("train", TRAIN)):
         rows = [json.dumps(row) + "\n" for row in problems(split, count, taken)]
         with replacing_file(out / f"{split}.jsonl") as draft:
