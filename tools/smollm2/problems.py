@@ -115,60 +115,92 @@ LANGUAGE = {
                 "{n} has {a} {t}.",
                 "{n} starts with {a} {t}.",
                 "In the morning, {n} counts {a} {t}.",
+                "At first, there are {a} {t} in the bag of {n}.",
+                "{n} keeps {a} {t} in a drawer.",
                 "{n} gets {a} {t} as a present.",
             ),
             "a * b": (
                 "{n} has {a} boxes with {b} {t} in each box.",
                 "{n} gets {b} {t} every day for {a} days.",
                 "{n} fills {a} shelves, each with {b} {t}.",
+                "Each of the {a} tables of {n} carries {b} {t}.",
+                "{n} wins {b} {t} in each of {a} games.",
             ),
             "a / b": (
                 "{n} is one of {b} children who share {a} {t} equally.",
                 "{n} sorts {a} {t} into {b} equal heaps and takes one heap home.",
+                "{b} friends, one of them {n}, divide {a} {t} fairly.",
+                "{a} {t} fill {b} boxes alike, and {n} gets one of the boxes.",
             ),
             "x + b": (
                 "{n} buys {b} more.",
                 "A friend gives {n} {b} more.",
                 "Then {n} finds {b} {t} in the cellar.",
                 "An aunt brings {n} {b} {t}.",
+                "{n} earns {b} more.",
+                "Later, {b} {t} come with the mail.",
+                "{n} discovers {b} more under the bed.",
+                "{n} gets {b} {t} from a neighbor.",
             ),
             "x - b": (
                 "{n} gives away {b}.",
                 "Then {n} loses {b} of them.",
                 "{n} sells {b} of the {t}.",
                 "A neighbor borrows {b} of them.",
+                "{b} of them get wet and are thrown out.",
+                "{n} drops {b} of them into a river.",
+                "{n} lends {b} {t} to a friend.",
+                "At night, {b} of the {t} disappear.",
             ),
             "x * b": (
                 "Soon {n} has {b} times as many.",
                 "Within a year, the number of {t} becomes {b} times as large.",
                 "Then {n} wins so many that there are {b} times as many as before.",
+                "The next day there are {b} times as many.",
+                "{n} trades them for {b} times as many {t}.",
+                "A magician turns each of the {t} into {b}.",
             ),
             "x / b": (
                 "{n} makes {b} equal piles of them and keeps only one pile.",
                 "All of them go into {b} bags, equally many in each, and {n} keeps one bag.",
                 "Of every {b} {t}, {n} keeps just one.",
+                "{n} divides them fairly among {b} people and is one of these people.",
+                "Only one in {b} of them is good, and {n} throws out the others.",
+                "{n} cuts the number of {t} down to one part in {b}.",
             ),
             "x + b * c": (
                 "{n} buys {b} bags with {c} {t} in each bag.",
                 "Each of {b} friends gives {n} {c} more.",
                 "Then {n} gets {c} more a day for {b} days.",
+                "{n} opens {b} boxes and finds {c} {t} in each.",
+                "{b} times, {n} goes out and comes back with {c} more.",
+                "{b} children bring {n} {c} {t} each.",
             ),
             "x - b * c": (
                 "{n} gives {c} of them to each of {b} friends.",
                 "For {b} days, {n} loses {c} of them a day.",
                 "{n} sells {b} packs of {c} {t}.",
+                "{b} neighbors borrow {c} {t} each.",
+                "{n} fills {b} bags with {c} of them each and gives the bags away.",
+                "{b} times, {n} drops {c} of them.",
             ),
             "x + x * b": (
                 "A friend has {b} times as many as {n}.",
                 "For each of them, a friend has {b} {t}.",
+                "{n} has a friend whose number of {t} is {b} times as large.",
+                "A friend has {b} times that number.",
             ),
             "x + x + b": (
                 "A friend has {b} more than {n}.",
                 "A friend has as many as {n} and {b} more.",
+                "{n} has a friend with {b} more.",
+                "{n} needs {b} more to have as many as a friend.",
             ),
             "x + x - b": (
                 "A friend has {b} fewer than {n}.",
                 "That is {b} more than a friend has.",
+                "A friend would need {b} more to have as many as {n}.",
+                "{n} has a friend with {b} fewer.",
             ),
         },
         (
@@ -321,7 +353,8 @@ def several_steps(language: Language, steps: int, rng: random.Random) -> tuple[s
             drawn = {letter: str(number_for(letter, form, rng)) for letter in "abc"}
             told.append(sentence.format(**drawn, **names))
             x = f"({answer})" if loose and re.search(r"x [*/]", form) else answer
-            answer, loose = form.translate(str.maketrans({**drawn, "x": x})), bool(re.search("[-+]", form))
+            answer = form.translate({ord(letter): text for letter, text in {**drawn, "x": x}.items()})
+            loose = bool(re.search("[-+]", form))
             before, count = count, result(answer)
             if count.denominator > 1 or not (before if compares(form) else 1) < count <= MOST:
                 break
