@@ -2,9 +2,10 @@
 
     python tools/smollm2/problems.py OUT [--steps 2,3]
 
-writes ``train.jsonl`` and ``held_out.jsonl``. These share no wording, no name, no thing and no calculation: no two
-problems have the same numbers, in whatever order. The answer is a calculation: ``\\boxed{5 + 7}`` in one step,
-``\\boxed{(12 - 5) * 3}`` in two. The label is the number that the calculation makes.
+writes ``train.jsonl`` and ``held_out.jsonl``. These share no name, no thing and no calculation: no two problems have
+the same numbers, in whatever order. Nor do they share a wording if all problems have one step. Problems of several
+steps are put together from the same sentences in both files. The answer is a calculation: ``\\boxed{5 + 7}`` in
+one step, ``\\boxed{(12 - 5) * 3}`` in two. The label is the number that the calculation makes.
 
 A prompt is a chat. It begins with four solved examples if all problems have one step; no problem has their numbers.
 Problems of several steps have no examples: the worked answers in the column ``response`` are for ``megatron-dppo sft``.
@@ -41,11 +42,6 @@ class Language(NamedTuple):
     """Problems of one step, by operation: ``{a} operation {b}`` is the answer."""
     names: tuple[str, ...]
     things: tuple[str, ...]
-    clauses: dict[str, tuple[str, ...]]
-    """Sentences of a problem of several steps, by their calculation; ``x`` is that of the sentences before."""
-    questions: tuple[str, ...]
-    questions_together: tuple[str, ...]
-    """Questions after a sentence that compares."""
 
 
 LANGUAGE = {
@@ -110,108 +106,6 @@ LANGUAGE = {
         },
         ("Anna", "Ben", "Carla", "David", "Emma", "Frank", "Grace", "Hugo", "Iris", "Jonas"),
         ("apples", "books", "cookies", "marbles", "stickers", "pencils", "coins", "shells", "cards", "buttons"),
-        {
-            "a": (
-                "{n} has {a} {t}.",
-                "{n} starts with {a} {t}.",
-                "In the morning, {n} counts {a} {t}.",
-                "At first, there are {a} {t} in the bag of {n}.",
-                "{n} keeps {a} {t} in a drawer.",
-                "{n} gets {a} {t} as a present.",
-            ),
-            "a * b": (
-                "{n} has {a} boxes with {b} {t} in each box.",
-                "{n} gets {b} {t} every day for {a} days.",
-                "{n} fills {a} shelves, each with {b} {t}.",
-                "Each of the {a} tables of {n} carries {b} {t}.",
-                "{n} wins {b} {t} in each of {a} games.",
-            ),
-            "a / b": (
-                "{n} is one of {b} children who share {a} {t} equally.",
-                "{n} sorts {a} {t} into {b} equal heaps and takes one heap home.",
-                "{b} friends, one of them {n}, divide {a} {t} fairly.",
-                "{a} {t} fill {b} boxes alike, and {n} gets one of the boxes.",
-            ),
-            "x + b": (
-                "{n} buys {b} more.",
-                "A friend gives {n} {b} more.",
-                "Then {n} finds {b} {t} in the cellar.",
-                "An aunt brings {n} {b} {t}.",
-                "{n} earns {b} more.",
-                "Later, {b} {t} come with the mail.",
-                "{n} discovers {b} more under the bed.",
-                "{n} gets {b} {t} from a neighbor.",
-            ),
-            "x - b": (
-                "{n} gives away {b}.",
-                "Then {n} loses {b} of them.",
-                "{n} sells {b} of the {t}.",
-                "A neighbor borrows {b} of them.",
-                "{b} of them get wet and are thrown out.",
-                "{n} drops {b} of them into a river.",
-                "{n} lends {b} {t} to a friend.",
-                "At night, {b} of the {t} disappear.",
-            ),
-            "x * b": (
-                "Soon {n} has {b} times as many.",
-                "Within a year, the number of {t} becomes {b} times as large.",
-                "Then {n} wins so many that there are {b} times as many as before.",
-                "The next day there are {b} times as many.",
-                "{n} trades them for {b} times as many {t}.",
-                "A magician turns each of the {t} into {b}.",
-            ),
-            "x / b": (
-                "{n} makes {b} equal piles of them and keeps only one pile.",
-                "All of them go into {b} bags, equally many in each, and {n} keeps one bag.",
-                "Of every {b} {t}, {n} keeps just one.",
-                "{n} divides them fairly among {b} people and is one of these people.",
-                "Only one in {b} of them is good, and {n} throws out the others.",
-                "{n} cuts the number of {t} down to one part in {b}.",
-            ),
-            "x + b * c": (
-                "{n} buys {b} bags with {c} {t} in each bag.",
-                "Each of {b} friends gives {n} {c} more.",
-                "Then {n} gets {c} more a day for {b} days.",
-                "{n} opens {b} boxes and finds {c} {t} in each.",
-                "{b} times, {n} goes out and comes back with {c} more.",
-                "{b} children bring {n} {c} {t} each.",
-            ),
-            "x - b * c": (
-                "{n} gives {c} of them to each of {b} friends.",
-                "For {b} days, {n} loses {c} of them a day.",
-                "{n} sells {b} packs of {c} {t}.",
-                "{b} neighbors borrow {c} {t} each.",
-                "{n} fills {b} bags with {c} of them each and gives the bags away.",
-                "{b} times, {n} drops {c} of them.",
-            ),
-            "x + x * b": (
-                "A friend has {b} times as many as {n}.",
-                "For each of them, a friend has {b} {t}.",
-                "{n} has a friend whose number of {t} is {b} times as large.",
-                "A friend has {b} times that number.",
-            ),
-            "x + x + b": (
-                "A friend has {b} more than {n}.",
-                "A friend has as many as {n} and {b} more.",
-                "{n} has a friend with {b} more.",
-                "{n} needs {b} more to have as many as a friend.",
-            ),
-            "x + x - b": (
-                "A friend has {b} fewer than {n}.",
-                "That is {b} more than a friend has.",
-                "A friend would need {b} more to have as many as {n}.",
-                "{n} has a friend with {b} fewer.",
-            ),
-        },
-        (
-            "How many {t} does {n} have now?",
-            "How many {t} does {n} have in the end?",
-            "What number of {t} is left for {n}?",
-        ),
-        (
-            "How many {t} do they have together?",
-            "How many {t} do {n} and the friend have in total?",
-        ),
     ),
     "held_out": Language(
         {
@@ -250,51 +144,112 @@ LANGUAGE = {
         },
         ("Olivia", "Peter", "Quinn", "Rosa", "Sam", "Tina"),
         ("tomatoes", "bottles", "flowers", "eggs", "spoons", "toys"),
-        {
-            "a": (
-                "{n} owns {a} {t}.",
-                "There are {a} {t} in the kitchen of {n}.",
-            ),
-            "a * b": (
-                "{n} collects {a} {t} a week for {b} weeks.",
-                "{n} owns {a} crates of {b} {t}.",
-            ),
-            "a / b": ("A teacher hands out {a} {t} evenly to {b} students, and {n} is one of the students.",),
-            "x + b": (
-                "{n} picks up {b} additional {t}.",
-                "Another {b} are delivered to {n}.",
-            ),
-            "x - b": (
-                "{n} throws {b} away.",
-                "Somebody steals {b} {t}.",
-            ),
-            "x * b": (
-                "After a good season, {n} owns {b} times that number.",
-                "The supply then grows by a factor of {b}.",
-            ),
-            "x / b": (
-                "{n} splits everything into {b} even parts and goes on with a single part.",
-                "{n} is in a group of {b} people who divide them evenly.",
-            ),
-            "x + b * c": (
-                "{b} visitors hand {n} {c} {t} each.",
-                "{n} orders {b} cartons that hold {c} {t} apiece.",
-            ),
-            "x - b * c": (
-                "{b} guests take {c} {t} each.",
-                "Every week {n} uses {c} of them, and {b} weeks go by.",
-            ),
-            "x + x * b": ("A sister of {n} owns {b} times what {n} owns.",),
-            "x + x + b": ("A sister of {n} owns {b} additional ones.",),
-            "x + x - b": ("A sister of {n} owns the same number minus {b}.",),
-        },
-        (
-            "How many {t} does {n} own after that?",
-            "At last, what is the number of {t} that {n} owns?",
-        ),
-        ("How many {t} do both of them own altogether?",),
     ),
 }
+CLAUSES: dict[str, tuple[str, ...]] = {
+    "a": (
+        "{n} has {a} {t}.",
+        "{n} starts with {a} {t}.",
+        "In the morning, {n} counts {a} {t}.",
+        "At first, there are {a} {t} in the bag of {n}.",
+        "{n} keeps {a} {t} in a drawer.",
+        "{n} gets {a} {t} as a present.",
+    ),
+    "a * b": (
+        "{n} has {a} boxes with {b} {t} in each box.",
+        "{n} gets {b} {t} every day for {a} days.",
+        "{n} fills {a} shelves, each with {b} {t}.",
+        "Each of the {a} tables of {n} carries {b} {t}.",
+        "{n} wins {b} {t} in each of {a} games.",
+    ),
+    "a / b": (
+        "{n} is one of {b} children who share {a} {t} equally.",
+        "{n} sorts {a} {t} into {b} equal heaps and takes one heap home.",
+        "{b} friends, one of them {n}, divide {a} {t} fairly.",
+        "{a} {t} fill {b} boxes alike, and {n} gets one of the boxes.",
+    ),
+    "x + b": (
+        "{n} buys {b} more.",
+        "A friend gives {n} {b} more.",
+        "Then {n} finds {b} {t} in the cellar.",
+        "An aunt brings {n} {b} {t}.",
+        "{n} earns {b} more.",
+        "Later, {b} {t} come with the mail.",
+        "{n} discovers {b} more under the bed.",
+        "{n} gets {b} {t} from a neighbor.",
+    ),
+    "x - b": (
+        "{n} gives away {b}.",
+        "Then {n} loses {b} of them.",
+        "{n} sells {b} of the {t}.",
+        "A neighbor borrows {b} of them.",
+        "{b} of them get wet and are thrown out.",
+        "{n} drops {b} of them into a river.",
+        "{n} lends {b} {t} to a friend.",
+        "At night, {b} of the {t} disappear.",
+    ),
+    "x * b": (
+        "Soon {n} has {b} times as many.",
+        "Within a year, the number of {t} becomes {b} times as large.",
+        "Then {n} wins so many that there are {b} times as many as before.",
+        "The next day there are {b} times as many.",
+        "{n} trades them for {b} times as many {t}.",
+        "A magician turns each of the {t} into {b}.",
+    ),
+    "x / b": (
+        "{n} makes {b} equal piles of them and keeps only one pile.",
+        "All of them go into {b} bags, equally many in each, and {n} keeps one bag.",
+        "Of every {b} {t}, {n} keeps just one.",
+        "{n} divides them fairly among {b} people and is one of these people.",
+        "Only one in {b} of them is good, and {n} throws out the others.",
+        "{n} cuts the number of {t} down to one part in {b}.",
+    ),
+    "x + b * c": (
+        "{n} buys {b} bags with {c} {t} in each bag.",
+        "Each of {b} friends gives {n} {c} more.",
+        "Then {n} gets {c} more a day for {b} days.",
+        "{n} opens {b} boxes and finds {c} {t} in each.",
+        "{b} times, {n} goes out and comes back with {c} more.",
+        "{b} children bring {n} {c} {t} each.",
+    ),
+    "x - b * c": (
+        "{n} gives {c} of them to each of {b} friends.",
+        "For {b} days, {n} loses {c} of them a day.",
+        "{n} sells {b} packs of {c} {t}.",
+        "{b} neighbors borrow {c} {t} each.",
+        "{n} fills {b} bags with {c} of them each and gives the bags away.",
+        "{b} times, {n} drops {c} of them.",
+    ),
+    "x + x * b": (
+        "A friend has {b} times as many as {n}.",
+        "For each of them, a friend has {b} {t}.",
+        "{n} has a friend whose number of {t} is {b} times as large.",
+        "A friend has {b} times that number.",
+    ),
+    "x + x + b": (
+        "A friend has {b} more than {n}.",
+        "A friend has as many as {n} and {b} more.",
+        "{n} has a friend with {b} more.",
+        "{n} needs {b} more to have as many as a friend.",
+    ),
+    "x + x - b": (
+        "A friend has {b} fewer than {n}.",
+        "That is {b} more than a friend has.",
+        "A friend would need {b} more to have as many as {n}.",
+        "{n} has a friend with {b} fewer.",
+    ),
+}
+"""Sentences of a problem of several steps, by their calculation; ``x`` is that of the sentences before."""
+QUESTIONS = (
+    "How many {t} does {n} have now?",
+    "How many {t} does {n} have in the end?",
+    "What number of {t} is left for {n}?",
+)
+QUESTIONS_TOGETHER = (
+    "How many {t} do they have together?",
+    "How many {t} do {n} and the friend have in total?",
+)
+"""Questions after a sentence that compares."""
 EXAMPLES = (
     ("5 balls, then 7 more. How many?", "5 + 7"),
     ("18 sweets for 3 friends. How many each?", "18 / 3"),
@@ -330,7 +285,7 @@ def one_step(language: Language, number: int, rng: random.Random) -> tuple[str, 
 @functools.cache
 def plans(steps: int) -> list[tuple[str, ...]]:
     """Calculations of a question's clauses that have so many operations. Only the last one compares."""
-    firsts, others = ([form for form in LANGUAGE["train"].clauses if ("x" in form) is later] for later in (False, True))
+    firsts, others = ([form for form in CLAUSES if ("x" in form) is later] for later in (False, True))
     found = [plan for count in range(1, steps + 1) for plan in itertools.product(firsts, *[others] * count)]
     found = [plan for plan in found if not any(map(compares, plan[:-1]))]
     return [plan for plan in found if len(re.findall(r"[-+*/]", "".join(plan))) == steps]
@@ -344,8 +299,8 @@ def compares(form: str) -> bool:
 def several_steps(language: Language, steps: int, rng: random.Random) -> tuple[str, str]:
     """A question of clauses, and the calculation that answers it. Each clause makes a whole number, 2 to ``MOST``."""
     plan = rng.choice(plans(steps))
-    sentences = [rng.choice(language.clauses[form]) for form in plan]
-    ask = rng.choice(language.questions_together if compares(plan[-1]) else language.questions)
+    sentences = [rng.choice(CLAUSES[form]) for form in plan]
+    ask = rng.choice(QUESTIONS_TOGETHER if compares(plan[-1]) else QUESTIONS)
     names = {"n": rng.choice(language.names), "t": rng.choice(language.things)}
     while True:
         told, answer, count, loose = [], "", Fraction(0), False
