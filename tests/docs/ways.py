@@ -26,6 +26,10 @@ CHECKED = (
 """For configurations of policies that take GPUs: what can be known to be wrong, by the same command."""
 
 
+STEPS_SMALL = "layout.dp=1 model.dtype=fp32 data.train=arithmetic data.eval=null data.response_key=null"
+"""For the small policy of sums, which cannot read words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How the commands that a pattern describes are run."""
@@ -156,6 +160,12 @@ WAYS = (
     ),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/distilled .*", append=SMALL),
     Way(r"megatron-dppo sft configs/quickstart\.yaml run\.dir=runs/compressed/warm .*", append=f"{LAYOUT} sft.steps=1"),
+    Way(
+        r"megatron-dppo sft configs/smollm2_steps\.yaml .*",
+        replace={"runs/smollm2/policy": f"runs/quickstart/warm {STEPS_SMALL}"},
+        append="sft.steps=1 sft.batch=2",
+    ),
+    Way(r"megatron-dppo train configs/smollm2_steps\.yaml", append=f"{SMALL} {STEPS_SMALL}"),
     Way(r"megatron-dppo sft \S+\.yaml .*", append=f"{LAYOUT} sft.steps=1 sft.batch=2"),
     Way(
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo|distilled) .*",

@@ -1,18 +1,26 @@
-"""Word problems whose answer is one calculation, as JSONL: what is to be done with two numbers?
+"""Word problems whose answer is a calculation, as JSONL: what is to be done with the numbers?
 
-    python tools/smollm2/problems.py OUT
+    python tools/smollm2/problems.py OUT [--steps 2,3]
 
-writes ``train.jsonl`` and ``held_out.jsonl``. These share no wording, no name, no thing and no calculation, where
-``3 + 5`` and ``5 + 3`` count as two. A prompt is a chat with four solved examples. Its answer is a calculation such as
-``\\boxed{5 + 7}``, and its label the number that the calculation makes.
+writes ``train.jsonl`` and ``held_out.jsonl``. These share no name, no thing and no calculation: no two problems have
+the same numbers, in whatever order. Nor do they share a wording if all problems have one step. Problems of several
+steps are put together from the same sentences in both files. The answer is a calculation: ``\\boxed{5 + 7}`` in
+one step, ``\\boxed{(12 - 5) * 3}`` in two. The label is the number that the calculation makes.
+
+A prompt is a chat. It begins with four solved examples if all problems have one step; no problem has their numbers.
+Problems of several steps have no examples: the worked answers in the column ``response`` are for ``megatron-dppo sft``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,15 +29,17 @@ from megatron_dppo.process.files import replacing_file
 TRAIN, HELD_OUT = 3072, 400
 """Problems of each."""
 SEED = 2
+MOST = 500
+"""Largest number that a clause of a problem of several steps makes."""
 KINDS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 """``data_source`` of a problem, by its operation."""
 
 
 class Language(NamedTuple):
-    """What problems are said with. ``{n}`` is a name, ``{t}`` a thing, and ``{a}`` and ``{b}`` are the numbers."""
+    """The words of problems. ``{n}`` is a name, ``{t}`` a thing, and ``{a}``, ``{b}`` and ``{c}`` are the numbers."""
 
     wordings: dict[str, tuple[str, ...]]
-    """By operation: ``{a} operation {b}`` is the answer."""
+    """Problems of one step, by operation: ``{a} operation {b}`` is the answer."""
     names: tuple[str, ...]
     things: tuple[str, ...]
 
@@ -136,6 +146,110 @@ LANGUAGE = {
         ("tomatoes", "bottles", "flowers", "eggs", "spoons", "toys"),
     ),
 }
+CLAUSES: dict[str, tuple[str, ...]] = {
+    "a": (
+        "{n} has {a} {t}.",
+        "{n} starts with {a} {t}.",
+        "In the morning, {n} counts {a} {t}.",
+        "At first, there are {a} {t} in the bag of {n}.",
+        "{n} keeps {a} {t} in a drawer.",
+        "{n} gets {a} {t} as a present.",
+    ),
+    "a * b": (
+        "{n} has {a} boxes with {b} {t} in each box.",
+        "{n} gets {b} {t} every day for {a} days.",
+        "{n} fills {a} shelves, each with {b} {t}.",
+        "Each of the {a} tables of {n} carries {b} {t}.",
+        "{n} wins {b} {t} in each of {a} games.",
+    ),
+    "a / b": (
+        "{n} is one of {b} children who share {a} {t} equally.",
+        "{n} sorts {a} {t} into {b} equal heaps and takes one heap home.",
+        "{b} friends, one of them {n}, divide {a} {t} fairly.",
+        "{a} {t} fill {b} boxes alike, and {n} gets one of the boxes.",
+    ),
+    "x + b": (
+        "{n} buys {b} more.",
+        "A friend gives {n} {b} more.",
+        "Then {n} finds {b} {t} in the cellar.",
+        "An aunt brings {n} {b} {t}.",
+        "{n} earns {b} more.",
+        "Later, {b} {t} come with the mail.",
+        "{n} discovers {b} more under the bed.",
+        "{n} gets {b} {t} from a neighbor.",
+    ),
+    "x - b": (
+        "{n} gives away {b}.",
+        "Then {n} loses {b} of them.",
+        "{n} sells {b} of the {t}.",
+        "A neighbor borrows {b} of them.",
+        "{b} of them get wet and are thrown out.",
+        "{n} drops {b} of them into a river.",
+        "{n} lends {b} {t} to a friend.",
+        "At night, {b} of the {t} disappear.",
+    ),
+    "x * b": (
+        "Soon {n} has {b} times as many.",
+        "Within a year, the number of {t} becomes {b} times as large.",
+        "Then {n} wins so many that there are {b} times as many as before.",
+        "The next day there are {b} times as many.",
+        "{n} trades them for {b} times as many {t}.",
+        "A magician turns each of the {t} into {b}.",
+    ),
+    "x / b": (
+        "{n} makes {b} equal piles of them and keeps only one pile.",
+        "All of them go into {b} bags, equally many in each, and {n} keeps one bag.",
+        "Of every {b} {t}, {n} keeps just one.",
+        "{n} divides them fairly among {b} people and is one of these people.",
+        "Only one in {b} of them is good, and {n} throws out the others.",
+        "{n} cuts the number of {t} down to one part in {b}.",
+    ),
+    "x + b * c": (
+        "{n} buys {b} bags with {c} {t} in each bag.",
+        "Each of {b} friends gives {n} {c} more.",
+        "Then {n} gets {c} more a day for {b} days.",
+        "{n} opens {b} boxes and finds {c} {t} in each.",
+        "{b} times, {n} goes out and comes back with {c} more.",
+        "{b} children bring {n} {c} {t} each.",
+    ),
+    "x - b * c": (
+        "{n} gives {c} of them to each of {b} friends.",
+        "For {b} days, {n} loses {c} of them a day.",
+        "{n} sells {b} packs of {c} {t}.",
+        "{b} neighbors borrow {c} {t} each.",
+        "{n} fills {b} bags with {c} of them each and gives the bags away.",
+        "{b} times, {n} drops {c} of them.",
+    ),
+    "x + x * b": (
+        "A friend has {b} times as many as {n}.",
+        "For each of them, a friend has {b} {t}.",
+        "{n} has a friend whose number of {t} is {b} times as large.",
+        "A friend has {b} times that number.",
+    ),
+    "x + x + b": (
+        "A friend has {b} more than {n}.",
+        "A friend has as many as {n} and {b} more.",
+        "{n} has a friend with {b} more.",
+        "{n} needs {b} more to have as many as a friend.",
+    ),
+    "x + x - b": (
+        "A friend has {b} fewer than {n}.",
+        "That is {b} more than a friend has.",
+        "A friend would need {b} more to have as many as {n}.",
+        "{n} has a friend with {b} fewer.",
+    ),
+}
+"""Sentences of a problem of several steps, by their calculation; ``x`` is that of the sentences before."""
+QUESTIONS = (
+    "How many {t} does {n} have now?",
+    "How many {t} does {n} have in the end?",
+    "What number of {t} is left for {n}?",
+)
+QUESTIONS_TOGETHER = (
+    "How many {t} do they have together?",
+    "How many {t} do {n} and the friend have in total?",
+)
+"""Questions after a sentence that compares."""
 EXAMPLES = (
     ("5 balls, then 7 more. How many?", "5 + 7"),
     ("18 sweets for 3 friends. How many each?", "18 / 3"),
@@ -144,47 +258,106 @@ EXAMPLES = (
 )
 
 
-class Calculation(NamedTuple):
-    """``a`` operation ``b``, whose result is a positive whole number."""
-
-    operation: str
-    a: int
-    b: int
-
-    @property
-    def result(self) -> int:
-        a, b = self.a, self.b
-        return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[self.operation]
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers in a text, the smallest first."""
+    return tuple(sorted(map(int, re.findall(r"\d+", text))))
 
 
-def calculation(operation: str, rng: random.Random) -> Calculation:
-    """One that could stand in a word problem of primary school."""
+def result(calculation: str) -> Fraction:
+    """The number that a calculation makes."""
+    return Fraction(eval(re.sub(r"\d+", r"Fraction(\g<0>)", calculation)))
+
+
+def one_step(language: Language, number: int, rng: random.Random) -> tuple[str, str]:
+    """A question and the calculation that answers it. Operations and wordings take turns by ``number``."""
+    operation = "+-*/"[number % 4]
+    wordings = language.wordings[operation]
     if operation in "*/":
         a, b = rng.randint(2, 99), rng.randint(2, 19)
-        return Calculation(operation, a * b if operation == "/" else a, b)
-    a, b = (round(10 ** rng.uniform(0.4, 2.6)) for _ in range(2))
-    return Calculation(operation, max(a, b) + (a == b), min(a, b)) if operation == "-" else Calculation(operation, a, b)
+        a *= b if operation == "/" else 1
+    else:
+        a, b = (round(10 ** rng.uniform(0.4, 2.6)) for _ in range(2))
+        a, b = (max(a, b) + (a == b), min(a, b)) if operation == "-" else (a, b)
+    names = {"n": rng.choice(language.names), "t": rng.choice(language.things)}
+    return wordings[number // 4 % len(wordings)].format(a=a, b=b, **names), f"{a} {operation} {b}"
 
 
-def problems(split: str, count: int, taken: set[Calculation]) -> Iterator[dict[str, object]]:
-    """Rows of a split, all operations in turn, by calculations that are not ``taken``, and then are."""
+@functools.cache
+def plans(steps: int) -> list[tuple[str, ...]]:
+    """Calculations of a question's clauses that have so many operations. Only the last one compares."""
+    firsts, others = ([form for form in CLAUSES if ("x" in form) is later] for later in (False, True))
+    found = [plan for count in range(1, steps + 1) for plan in itertools.product(firsts, *[others] * count)]
+    found = [plan for plan in found if not any(map(compares, plan[:-1]))]
+    return [plan for plan in found if len(re.findall(r"[-+*/]", "".join(plan))) == steps]
+
+
+def compares(form: str) -> bool:
+    """A clause tells how many things somebody else has, and the question is for both."""
+    return form.startswith("x + x")
+
+
+def several_steps(language: Language, steps: int, rng: random.Random) -> tuple[str, str]:
+    """A question of clauses, and the calculation that answers it. Each clause makes a whole number, 2 to ``MOST``."""
+    plan = rng.choice(plans(steps))
+    sentences = [rng.choice(CLAUSES[form]) for form in plan]
+    ask = rng.choice(QUESTIONS_TOGETHER if compares(plan[-1]) else QUESTIONS)
+    names = {"n": rng.choice(language.names), "t": rng.choice(language.things)}
+    while True:
+        told, answer, count, loose = [], "", Fraction(0), False
+        for form, sentence in zip(plan, sentences, strict=True):
+            drawn = {letter: str(number_for(letter, form, rng)) for letter in "abc"}
+            told.append(sentence.format(**drawn, **names))
+            x = f"({answer})" if loose and re.search(r"x [*/]", form) else answer
+            answer = form.translate({ord(letter): text for letter, text in {**drawn, "x": x}.items()})
+            loose = bool(re.search("[-+]", form))
+            before, count = count, result(answer)
+            if count.denominator > 1 or not (before if compares(form) else 1) < count <= MOST:
+                break
+        else:
+            return " ".join([*told, ask.format(**names)]), answer
+
+
+def number_for(letter: str, form: str, rng: random.Random) -> int:
+    """A number that takes the place of a letter: a small one if it multiplies or divides."""
+    small = re.search(rf"[*/] {letter}|{letter} \*", form)
+    return rng.randint(2, 12) if small else round(10 ** rng.uniform(0.4, 2.4))
+
+
+def in_examples() -> set[tuple[int, ...]]:
+    """The numbers of the solved examples."""
+    return {numbers(question) for question, _ in EXAMPLES}
+
+
+def problems(
+    split: str, count: int, taken: set[tuple[int, ...]], steps: Sequence[int] = (1,)
+) -> Iterator[dict[str, object]]:
+    """Rows of a split, the numbers of ``steps`` in turn, with numbers that are not ``taken``, and then are."""
     language, rng = LANGUAGE[split], random.Random(f"{SEED} {split}")
     for number in range(count):
-        operation = "+-*/"[number % 4]
-        while (of := calculation(operation, rng)) in taken:
-            pass
-        taken.add(of)
-        wordings = language.wordings[operation]
-        names = {"n": rng.choice(language.names), "t": rng.choice(language.things)}
-        text = wordings[number // 4 % len(wordings)].format(a=of.a, b=of.b, **names)
-        yield {"prompt": chat(text), "label": str(of.result), "data_source": KINDS[operation]}
+        turn, place = divmod(number, len(steps))
+        question = ""
+        while not question or numbers(question) in taken:
+            if (of := steps[place]) == 1:
+                question, answer = one_step(language, turn, rng)
+                source = KINDS["+-*/"[turn % 4]]
+            else:
+                question, answer = several_steps(language, of, rng)
+                source = f"{of} steps"
+        taken.add(numbers(question))
+        prompt = chat(question, EXAMPLES if max(steps) == 1 else ())
+        yield {
+            "prompt": prompt,
+            "label": str(result(answer)),
+            "response": f"\\boxed{{{answer}}}",
+            "data_source": source,
+        }
 
 
-def chat(question: str) -> list[dict[str, str]]:
-    """Messages that show four examples and ask a question."""
+def chat(question: str, examples: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """Messages that show solved examples and ask a question."""
     shown = [
         {"role": role, "content": content}
-        for asked, answer in EXAMPLES
+        for asked, answer in examples
         for role, content in (("user", asked), ("assistant", f"\\boxed{{{answer}}}"))
     ]
     return [{"role": "system", "content": "Write the calculation."}, *shown, {"role": "user", "content": question}]
@@ -193,12 +366,19 @@ def chat(question: str) -> list[dict[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="the folder to write into")
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    taken: set[Calculation] = set()
+    parser.add_argument(
+        "--steps", default="1", help="operations of a problem, 1 to 3; problems take turns by 2,3 (default: 1)"
+    )
+    options = parser.parse_args()
+    if not re.fullmatch("[123](,[123])*", options.steps):
+        parser.error(f"--steps is {options.steps}: give numbers from 1 to 3, with commas between them, such as 2,3")
+    options.out.mkdir(parents=True, exist_ok=True)
+    taken = in_examples()
     for split, count in (("held_out", HELD_OUT), ("train", TRAIN)):
-        rows = [json.dumps(row) + "\n" for row in problems(split, count, taken)]
-        with replacing_file(out / f"{split}.jsonl") as draft:
+        rows = [
+            json.dumps(row) + "\n" for row in problems(split, count, taken, list(map(int, options.steps.split(","))))
+        ]
+        with replacing_file(options.out / f"{split}.jsonl") as draft:
             draft.write_text("".join(rows), encoding="utf-8")
 
 
