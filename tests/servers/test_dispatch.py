@@ -177,10 +177,10 @@ class Breakable(Script):
 
 
 def _broken_off(
-    http: Http, dispatcher: Dispatcher, servers: Sequence[Breakable], batches: Sequence[RequestBatch]
+    http: Http, dispatcher: Dispatcher, servers: Sequence[Breakable], batches: Sequence[RequestBatch], after_s: float
 ) -> list[list[PartialRollout]]:
     """After a while, as an engine does it."""
-    time.sleep(0.06)
+    time.sleep(after_s)
     dispatcher.ask_no_more(batches)
     for server in servers:
         http.run(server.abort())
@@ -207,7 +207,7 @@ def test_what_is_broken_off_goes_on_from_the_tokens_that_it_has(http: Http) -> N
     batch = dispatcher.begin(_prompts(4), SAMPLING, 5)
     while len(server.asks) < 3:
         time.sleep(0.01)
-    (so_far,) = _broken_off(http, dispatcher, [server], [batch])
+    (so_far,) = _broken_off(http, dispatcher, [server], [batch], after_s=0.06)
     assert len(server.asks) == 3 and not any(one.prompt == 3 for one in so_far)
     assert [one.ended for one in so_far if one.prompt == 0] == [True] * SAMPLES
     made = [one.completion.token_ids.tolist() for one in so_far if one.prompt == 1]
@@ -235,9 +235,10 @@ def test_what_is_broken_off_is_as_long_in_the_end_as_what_is_sampled(
 
     def lengths() -> np.ndarray:
         server, sampling = _breakable(http, _abort_now_and_then), replace(SAMPLING, max_tokens=LONGEST)
+        server.token_s = 0.05  # so that a busy machine breaks off nearly as much
         dispatcher = _dispatcher(http, server, max_in_flight=192)
         batches = [dispatcher.begin(_prompts(64), replace(sampling, seed=seed), 5) for seed in range(3)]
-        known = _broken_off(http, dispatcher, [server], batches)
+        known = _broken_off(http, dispatcher, [server], batches, after_s=0.3)
         others = _dispatcher(http, Script("http://b:1", http, _abort_now_and_then), max_in_flight=192)
         made = []
         for seed, so_far in enumerate(known):
@@ -247,14 +248,14 @@ def test_what_is_broken_off_is_as_long_in_the_end_as_what_is_sampled(
             made += [len(c.token_ids) for group in batch.groups() for c in group]
         return np.array(made)
 
-    assert _p_of_lengths(lengths()) > 0.01
+    assert _p_of_lengths(lengths()) > 1e-4
     kept = RequestBatch.progress
     monkeypatch.setattr(
         RequestBatch,
         "progress",
         lambda batch: [one for one in kept(batch) if one.ended],
     )
-    assert _p_of_lengths(lengths()) < 0.01
+    assert _p_of_lengths(lengths()) < 1e-4
 
 
 def _abort_now_and_then(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
