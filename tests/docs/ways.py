@@ -59,7 +59,12 @@ WAYS = (
     Way(
         r"bash scripts/quickstart\.sh --policy smollm2",
         "elsewhere",
-        by=(CI, "bash scripts/quickstart.sh --policy smollm2"),
+        by=(CI, "bash scripts/quickstart.sh --policy smollm2 run"),
+    ),
+    Way(
+        r"bash scripts/quickstart\.sh --policy smollm2 --servers vllm",
+        "elsewhere",
+        by=(CI, "bash scripts/quickstart.sh --policy smollm2 --servers vllm"),
     ),
     Way(r"bash scripts/quickstart\.sh", "elsewhere", by=(CI, "bash scripts/quickstart.sh")),
     Way(r"bash scripts/chaos\.sh 100", "elsewhere", by=(CI, "bash scripts/chaos.sh 6\n")),
