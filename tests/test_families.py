@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.config import (
     ArithmeticConfig,
     Config,
@@ -25,11 +26,12 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.init import write_model
 from megatron_dppo.models.families import FAMILIES
+from megatron_dppo.models.shape import read_shape
 from megatron_dppo.rollout.engine import generate
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.train import train
 from tests.bridge.conversions import same, to_hf, to_megatron, weights
-from tests.models.test_logits import LAYOUTS, assert_equal_to_transformers, assert_gradients_equal, score_and_logits
+from tests.models.test_logits import assert_equal_in_every_layout, assert_gradients_equal
 from tests.ranks import RankPool
 from tests.rollout.test_local import assert_logprobs_of_a_plain_forward, make_prompts, sampling_of, source_of, tokens_of
 
@@ -39,8 +41,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def write_policy(path: Path, architecture: str) -> None:
-    """A policy that ``init`` makes, then with norms and biases that are neither one nor zero."""
+SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 16}
+"""With a base of 100 and heads of 12, of six frequencies one is kept, one is interpolated, and four are divided."""
+
+
+def write_policy(path: Path, architecture: str, **changes: object) -> Path:
+    """A policy that ``init`` makes, then with norms and biases that are neither one nor zero, with scaled rotary
+    positions if the family has Llama 3's, and with changes of its config.json: ``...`` leaves a setting out."""
     family = FAMILIES[architecture]
     experts = 4 if "experts" in family.keys else 0
     write_model(path, family=family.model_type, experts=experts, vocab_size=131, hidden=48, layers=4, heads=4,
@@ -51,6 +58,12 @@ def write_policy(path: Path, architecture: str) -> None:
         if tensor.ndim == 1:
             tensor += torch.rand(tensor.shape, generator=generator) - 0.5
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    if any(scaling.rope_type == "llama3" for scaling in family.rope_scalings):
+        config |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **SCALED}}
+    written = {name: value for name, value in (config | changes).items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(written))
+    return path
 
 
 def run_of_training(rank: int, size: int, config: Config) -> None:
@@ -61,15 +74,8 @@ def run_of_training(rank: int, size: int, config: Config) -> None:
 def test_a_family_is_transformers_and_converts_generates_trains_and_is_exported(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:
-    policy = tmp_path / "policy"
-    write_policy(policy, family)
-    experts = "experts" in FAMILIES[family].keys
-    for size in (1, 2, 4):
-        layouts = [layout for layout in LAYOUTS.values() if layout.tp * layout.pp * layout.cp == size]
-        layouts = [each for each in layouts if not (experts and each.tp > 1 and not each.sequence_parallel)]
-        calls = [(score_and_logits, policy, layout) for layout in layouts]
-        for layout, results in zip(layouts, ranks.in_turn(size, *calls), strict=True):
-            assert_equal_to_transformers(policy, layout, results)
+    policy = write_policy(tmp_path / "policy", family)
+    assert_equal_in_every_layout(ranks, policy)
     assert_gradients_equal(ranks, policy, tmp_path / "gradients")
     assert to_megatron(policy, tmp_path / "megatron", "--verify") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify") == 0
@@ -87,6 +93,7 @@ def assert_generates(policy: Path) -> None:
             engine.update_weights(source_of({each: stored[each] for each in stored if each != name}), version=1)
     engine.update_weights(source_of(stored), version=2)
     reference = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    assert parameters(read_shape(policy)) == reference.num_parameters()
     prompts, sampling = make_prompts(3, 11, 1, 6), sampling_of(temperature=1.7)
     groups = generate(engine, prompts, sampling)
     assert tokens_of(groups) == tokens_of(generate(engine, prompts, sampling))
@@ -116,6 +123,7 @@ def assert_trains(ranks: RankPool, folder: Path, policy: Path) -> None:
     assert all(step["train/grad_norm"] > 0 for step in steps)
     _, said = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
     assert not any(said.values()), said
+    assert read_shape(run / "hf") == read_shape(policy)
     before, after = weights(policy), weights(run / "hf")
     assert before.keys() == after.keys()
     assert not any(torch.equal(after[name], before[name]) for name in before)

@@ -34,11 +34,11 @@ from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.preflight import disk_needed
 from megatron_dppo.trainer.writer import STATE
 from tests.bridge.conversions import contents, weights
-from tests.bridge.directories import Sizes, write_qwen3_moe
+from tests.bridge.directories import SMOLLM2, Sizes, write_llama, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
-from tests.test_split_invariance import GRPO, ONE
+from tests.test_split_invariance import GRPO, ONE, THREE, size_of
 from tests.trainer.test_checkpoint import configure, ranks_in, replace_run, train
 
 LORA = LoraConfig(rank=3, alpha=6.0)
@@ -92,6 +92,7 @@ LAYOUTS = {
         "ep2 tp2 etp1": SP(ep=2, etp=1, dp=1),
         "ep2 tp2 etp2": SP(ep=2, etp=2, dp=2),
     },
+    "SmolLM2": {"one": ONE, **THREE},
 }
 ALL, SOME = LORA.targets, ("q_proj", "v_proj", "up_proj")
 
@@ -100,18 +101,18 @@ ALL, SOME = LORA.targets, ("q_proj", "v_proj", "up_proj")
 def test_an_update_of_adapters_depends_on_no_layout(family: str, ranks: RankPool, tmp_path: Path) -> None:
     if family == "dense":
         write_policy(tmp_path)
-    else:
+    elif family == "experts":
         write_qwen3_moe(tmp_path, Sizes(vocab_size=VOCAB), experts=4)
+    else:
+        write_llama(tmp_path, SMOLLM2)
     layouts = LAYOUTS[family]
     configs = {name: with_lora(config_for(tmp_path, of, GRPO, 64, True)) for name, of in layouts.items()}
     configs["plain optimizer"] = with_lora(config_for(tmp_path, ONE, GRPO, 64, False))
     configs["recomputed"] = with_lora(configs["one"], recompute="full" if family == "dense" else "selective")
     found = {}
-    for size in (1, 2, 4):
-        names = [
-            name for name, of in configs.items() if of.layout.tp * of.layout.pp * of.layout.cp * of.layout.dp == size
-        ]
-        results = ranks.in_turn(size, *((learned, configs[name]) for name in names)) if names else []
+    for size in {size_of(of.layout) for of in configs.values()}:
+        names = [name for name, of in configs.items() if size_of(of.layout) == size]
+        results = ranks.in_turn(size, *((learned, configs[name]) for name in names))
         assert all(frozen for of_call in results for *_, frozen in of_call)
         found |= {name: of_ranks[0] for name, of_ranks in zip(names, results, strict=True)}
     metrics, start, weights, _ = found["one"]
@@ -221,18 +222,20 @@ def exported(rank: int, size: int, config: Config) -> None:
 def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
     """By name; each ``run.dir`` is a folder of that name in the same place."""
     place = tmp_path_factory.mktemp("exports")
-    dense, experts = write_policy(place / "policy"), place / "experts"
+    dense, experts, llama = write_policy(place / "policy"), place / "experts", place / "llama"
     write_qwen3_moe(experts, Sizes(vocab_size=VOCAB), experts=4)
+    write_llama(llama, SMOLLM2)
     calls = {}
     for name, path, lora, layout in (
         ("one", dense, LORA, ONE),
         ("some", dense, replace(LORA, targets=SOME), ONE),
         ("cut", dense, LORA, SP(pp=2, dp=1)),
         ("experts cut", experts, LORA, SP(ep=2, etp=1, pp=2, dp=1)),
+        ("SmolLM2 cut", llama, LORA, THREE["tp3 sp"]),
     ):
         config = with_lora(config_for(path, layout, GRPO, 64, True), lora)
         calls[name] = replace_run(config, place / name)
-    for size, names in (1, ("one", "some")), (4, ("cut", "experts cut")):
+    for size, names in (1, ("one", "some")), (3, ("SmolLM2 cut",)), (4, ("cut", "experts cut")):
         ranks.in_turn(size, *((exported, calls[name]) for name in names))
     for name in calls:
         (place / name / "metrics.jsonl").write_text('{"step": 0}\n')
@@ -254,7 +257,7 @@ def test_what_a_run_exports_is_one_policy_merged_and_for_peft(runs: dict[str, Co
     assert contents(Path(runs["one"].run.dir, "adapter")) == contents(Path(runs["cut"].run.dir, "adapter"))
 
 
-@pytest.mark.parametrize("name", ["one", "some", "cut", "experts cut"])
+@pytest.mark.parametrize("name", ["one", "some", "cut", "experts cut", "SmolLM2 cut"])
 def test_a_checkpoint_of_adapters_is_exported_for_peft_or_merged(
     name: str, runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,21 @@ def test_a_policy_of_another_kind_has_its_own_config_and_folder(tmp_path: Path) 
     assert arguments[:3] == ["train", "configs/smollm2.yaml", "model.path=runs/smollm2/policy"]
     assert "run.dir=runs/smollm2-run.seed-2" in arguments and arguments[-1] == "run.seed=2"
     assert (tmp_path / "made").read_text() == "tools/smollm2/problems.py runs/smollm2\n"
+    (tmp_path / "scripts/install_servers.sh").write_text("SGLANG_PYTHON=sglang VLLM_PYTHON=vllm\n")
+    for kind in ("sglang", "vllm"):
+        options = ("--policy", "smollm2"), ("--servers", kind)
+        one, other = (called(tmp_path, *first, *second)[0] for first, second in (options, options[::-1]))
+        assert one == other and one[:3] == arguments[:3]
+        assert {f"run.dir=runs/smollm2-{kind}", f"rollout.engine={kind}", "rollout.launch.count=1"} <= {*one}
+
+
+@pytest.mark.parametrize("options", [("--policy", "other"), ("--servers", "other"), ("--servers",), ("--help",)])
+def test_an_option_that_is_unknown_is_named_before_anything_is_installed(
+    options: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = ["bash", str(shutil.copy(SCRIPT, tmp_path)), *options]
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {' '.join(options)}")
 
 
 PYTHON = """#!/bin/bash

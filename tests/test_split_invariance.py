@@ -23,7 +23,7 @@ from megatron_dppo.config import (
     replace,
 )
 from megatron_dppo.rl.types import Group, Ints, StepMetadata, StepPlan
-from tests.bridge.directories import Sizes, write_qwen2, write_qwen3_moe
+from tests.bridge.directories import SMOLLM2, Sizes, write_llama, write_qwen2, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import (
@@ -116,6 +116,7 @@ LAYOUTS = {
     "pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=1),
     "tp2 sp pp2 vpp2": LayoutConfig(tp=2, pp=2, vpp=2, dp=1, sequence_parallel=True),
 }
+THREE = {"tp3 sp": LayoutConfig(tp=3, dp=1, sequence_parallel=True)}
 GRPO = LossConfig(name="grpo", kl_coef=0.1, tis_cap=2.0)
 DAPO = LossConfig(name="dapo", tis_cap=2.0)
 PLAIN = ("dp2", "cp2", "ep2 dp2")
@@ -135,11 +136,12 @@ EXPERTS = {
 }
 """Layouts of experts. Where etp is not tp, Megatron before 0.17 sums gradients over the wrong ranks in silence, unless
 the experts' parameters are marked."""
-LAYOUTS |= EXPERTS
+LAYOUTS |= EXPERTS | THREE
 MATRIX: dict[str, tuple[Callable[[Path], object], LossConfig, Sequence[str]]] = {
     "Qwen3, grpo": (write_policy, GRPO, DENSE),
     "Qwen3 tied, dapo": (partial(write_policy, tied=True), DAPO, DENSE),
     "Qwen2.5, grpo": (partial(write_qwen2, sizes=Sizes(vocab_size=VOCAB)), GRPO, OF_FAMILIES),
+    "SmolLM2, grpo": (partial(write_llama, sizes=SMOLLM2), GRPO, ("dp2", *THREE)),
     "Qwen3-MoE, grpo": (
         partial(write_qwen3_moe, sizes=Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=8),
         GRPO,
@@ -172,7 +174,7 @@ def test_an_update_depends_on_no_layout_no_order_and_no_size_of_packs(
     calls |= {name: (config(LAYOUTS[name]), False) for name in layouts}
     calls |= {f"{name}, plain": (config(LAYOUTS[name], distributed=False), False) for name in layouts if name in PLAIN}
     found: dict[str, Update] = {}
-    for size in (1, 2, 4):
+    for size in {size_of(of.layout) for of, _ in calls.values()}:
         names = [name for name, (of, _) in calls.items() if size_of(of.layout) == size]
         results = ranks.in_turn(size, *((learned, *calls[name]) for name in names))
         found |= {name: of_ranks[0] for name, of_ranks in zip(names, results, strict=True)}

@@ -140,6 +140,8 @@ class Family:
     ``num_key_value_heads``."""
     supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Settings of config.json with their supported values. The first is the default, and ``init`` writes it."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Settings whose default in transformers is another value, for a config.json that leaves them out."""
     rope_scalings: tuple[type[RopeScaling], ...] = ()
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Published models by lower-case name: the fields of their ``PolicyShape``."""

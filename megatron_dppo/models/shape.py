@@ -138,7 +138,7 @@ def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
     }
     scalings = {scaling.rope_type: scaling for scaling in family.rope_scalings}
     for name, values in {**family.supported, "rope_type": ("default", *scalings)}.items():
-        if (value := config.get(name, values[0])) not in values:
+        if (value := config.get(name, family.absent.get(name, values[0]))) not in values:
             possible = " or ".join(map(json.dumps, values))
             problem = f"its config.json has {name} = {json.dumps(value):.60}, which is not supported"
             raise UserError("model.path", path, problem, f"give a model whose {name} is {possible}")

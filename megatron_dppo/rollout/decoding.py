@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
@@ -28,6 +29,8 @@ PREFILL_TOKENS = 16384
 """Most tokens of stems that are read at once, padding included."""
 LEAST_COMMON = 16
 """Fewest tokens at the beginning of all stems that are worth a pass of their own, on a CPU."""
+BLOCK = 128
+"""Tokens of the vocabulary whose probabilities are summed up before the others; it divides many vocabularies."""
 ROUND = {"cpu": 1, "cuda": 16}
 """Tokens between two looks at who has ended."""
 COMPLETION, TOKEN, POSITION, MADE, LIMIT, ENDED, FIELDS = range(7)
@@ -268,14 +271,33 @@ def draw_tokens(
             kept = TopKLogitsWarper(top_k)(ids, kept)
         if top_p is not None:
             kept = TopPLogitsWarper(top_p)(ids, kept)
-        # fp32 would lose the far tokens of a vocabulary of 150,000 in the rounding of the sum.
-        cumulative = kept.exp().cumsum(dim=-1, dtype=torch.float64)
-        tokens = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)
-        # Out of range only where logits are not numbers, which the caller reports once the batch has ended.
-        tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+        tokens = tokens_at(kept.exp(), uniforms)
     else:
         tokens = logits.argmax(dim=-1, keepdim=True)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def tokens_at(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """[rows, 1], the first token of each row up to which its weights sum to more than a share of all of them.
+
+    Sums over blocks of tokens say in which block it is. They are added up in fp64: fp32 would lose the far tokens of a
+    vocabulary of 150,000 in the rounding.
+
+    Args:
+        weights: [rows, vocabulary], fp32.
+        uniforms: [rows], the shares, fp64.
+    """
+    lacking = -weights.shape[-1] % BLOCK
+    blocks = (F.pad(weights, (0, lacking)) if lacking else weights).unflatten(-1, (-1, BLOCK))
+    ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
+    wanted = uniforms[:, None] * ends[:, -1:]
+    # Out of range only where logits are not numbers, which the caller reports once the batch has ended.
+    block = torch.searchsorted(ends, wanted, right=True).clamp_(max=blocks.shape[1] - 1)
+    own = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].double().cumsum(dim=-1)
+    before = F.pad(ends, (1, 0)).gather(-1, block)
+    below = own[:, -1:].nextafter(own.new_zeros(()))  # its fp32 sum may be a little larger
+    place = torch.searchsorted(own, torch.minimum(wanted - before, below), right=True)
+    return (block * BLOCK + place).clamp_(max=weights.shape[-1] - 1)
 
 
 def entropies_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:

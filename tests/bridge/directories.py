@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -37,6 +38,11 @@ class Sizes:
     tie_word_embeddings: bool = False
 
 
+SMOLLM2 = Sizes(hidden_size=36, num_attention_heads=9, num_key_value_heads=3, head_dim=4, intermediate_size=48,
+                tie_word_embeddings=True)  # fmt: skip
+"""The heads of SmolLM2-135M, which three ranks divide, and two do not."""
+
+
 def write_qwen3(
     path: Path, sizes: Sizes, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
 ) -> PolicyShape:
@@ -49,6 +55,13 @@ def write_qwen2(
 ) -> PolicyShape:
     """The same as a Qwen2.5."""
     return _write(path, Qwen2Config(**asdict(sizes), **COMMON), dtype, shard_size)
+
+
+def write_llama(
+    path: Path, sizes: Sizes, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
+) -> PolicyShape:
+    """The same as a Llama."""
+    return _write(path, LlamaConfig(**asdict(sizes), **COMMON), dtype, shard_size)
 
 
 def write_qwen3_moe(

@@ -87,7 +87,7 @@ def test_every_page_with_commands_is_read() -> None:
     assert {
         "bash scripts/quickstart.sh",
         "megatron-dppo plan CONFIG",
-        "python tools/convert_ckpt/hf_to_megatron.py runs/mistral runs/mistral_megatron --verify",
+        "python tools/convert_ckpt/hf_to_megatron.py runs/seed_oss runs/seed_oss_megatron --verify",
         "sbatch --ntasks-per-node=8 scripts/slurm/qwen3_4b_dppo.sh rollout.colocated=true rollout.launch.count=8 "
         "rollout.ahead=0 rollout.sync.transport=disk rollout.sync.folder=/dev/shm/megatron_dppo "
         "rollout.launch.flags=[--mem-fraction-static=0.7]",

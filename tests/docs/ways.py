@@ -63,7 +63,12 @@ WAYS = (
     Way(
         r"bash scripts/quickstart\.sh --policy smollm2",
         "elsewhere",
-        by=(CI, "bash scripts/quickstart.sh --policy smollm2"),
+        by=(CI, "bash scripts/quickstart.sh --policy smollm2 run"),
+    ),
+    Way(
+        r"bash scripts/quickstart\.sh --policy smollm2 --servers vllm",
+        "elsewhere",
+        by=(CI, "bash scripts/quickstart.sh --policy smollm2 --servers vllm"),
     ),
     Way(r"bash scripts/quickstart\.sh", "elsewhere", by=(CI, "bash scripts/quickstart.sh")),
     Way(r"bash scripts/chaos\.sh 100", "elsewhere", by=(CI, "bash scripts/chaos.sh 6\n")),
@@ -109,7 +114,7 @@ WAYS = (
     Way(r"megatron-dppo train configs/qwen3_\S+\.yaml", append=CHECKED),
     Way(r"python benchmarks/plan_published\.py --json"),
     Way(r"python benchmarks/house\.py"),
-    Way(r"python -m pytest tests/test_families\.py -k Mistral"),
+    Way(r"python -m pytest tests/test_families\.py -k SeedOss"),
     Way(r"python -m pytest tests/rl -k \w+", append="--collect-only -q"),  # the suite runs them anyway
     # For a GPU: its tests skip themselves elsewhere, its benchmark is tiny, its extra is looked for and not installed.
     Way(r"NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m pytest -s -m gpu tests/gpu"),

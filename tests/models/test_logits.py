@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_dppo.bridge.load import load_policy
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import share_of
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.policy_head import HeadOutput
-from megatron_dppo.models.shape import read_shape
+from megatron_dppo.models.shape import check_layout, read_shape
 from megatron_dppo.parallel.world import World, initialize
-from tests.bridge.directories import Sizes, write_qwen3_moe
+from tests.bridge.directories import SMOLLM2, Sizes, write_llama, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
 
@@ -44,6 +45,8 @@ LAYOUTS = {
     "CP2": LayoutConfig(cp=2),
     "CP2xPP2": LayoutConfig(cp=2, pp=2),
     "TP2xCP2+SP": LayoutConfig(tp=2, cp=2, sequence_parallel=True),
+    "DP2": LayoutConfig(dp=2),
+    "TP3": LayoutConfig(tp=3),
 }
 
 
@@ -51,6 +54,7 @@ POLICIES: dict[str, Callable[[Path], object]] = {
     "tied": partial(write_policy, tied=True),
     "a rank of padding alone": partial(write_policy, vocab=50),
     "experts whose weights do not sum to one": partial(write_qwen3_moe, sizes=Sizes(), renormalises=False),
+    "SmolLM2": partial(write_llama, sizes=SMOLLM2),
 }
 """Besides each family, which ``tests/test_families.py`` has untied. An odd vocabulary, padded to 256 or 128 rows; 50
 tokens leave the second of two ranks nothing but padding."""
@@ -187,13 +191,26 @@ def reference_scores(logits: torch.Tensor, targets: torch.Tensor) -> dict[str, t
 
 
 def test_policy_equals_transformers_in_every_layout(ranks: RankPool, policy: Path) -> None:
-    experts = read_shape(policy).experts
-    for size in (1, 2, 4):
-        names = [name for name, layout in LAYOUTS.items() if layout.tp * layout.pp * layout.cp == size]
-        layouts = [LAYOUTS[name] for name in names if not (experts and name == "TP2")]
+    assert_equal_in_every_layout(ranks, policy)
+
+
+def assert_equal_in_every_layout(ranks: RankPool, policy: Path) -> None:
+    """Those of :data:`LAYOUTS` that the policy can be cut into."""
+    tried = [layout for layout in LAYOUTS.values() if can_be_cut(policy, layout)]
+    assert len(tried) > 5
+    for size in (1, 2, 3, 4):
+        layouts = [each for each in tried if each.tp * each.pp * each.cp * (each.dp or 1) == size]
         calls = [(score_and_logits, policy, layout) for layout in layouts]
-        for layout, results in zip(layouts, ranks.in_turn(size, *calls), strict=True):
+        for layout, results in zip(layouts, ranks.in_turn(size, *calls) if calls else [], strict=True):
             assert_equal_to_transformers(policy, layout, results)
+
+
+def can_be_cut(policy: Path, layout: LayoutConfig) -> bool:
+    try:
+        check_layout(read_shape(policy), layout)
+    except UserError:
+        return False
+    return True
 
 
 def assert_equal_to_transformers(
@@ -203,7 +220,8 @@ def assert_equal_to_transformers(
     ids, _, _ = pack(lengths_in(layout), logits.shape[1])
     expected = reference_scores(logits, targets_of(ids, logits.shape[1]))
     scored = [output for outputs, _ in results for output in outputs]
-    assert len(scored) == layout.tp * layout.cp, "every rank of the last stage, and no other, has scores"
+    ranks_of_a_stage = layout.tp * layout.cp * (layout.dp or 1)
+    assert len(scored) == ranks_of_a_stage, "every rank of the last stage, and no other, has scores"
     for output in scored:
         for field, value in expected.items():
             np.testing.assert_allclose(output[field], value, atol=5e-5, err_msg=f"{field} in {layout}")

@@ -6,6 +6,7 @@ purpose.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.commands import Command
 from tests.runs import Rows, rows
 from tests.servers.real import Kind, RealServer, launch_settings
+from tests.test_families import SCALED
 
 pytestmark = pytest.mark.servers
 
@@ -143,14 +145,28 @@ def test_a_run_trains_with_servers_of_its_own_and_leaves_none_behind(
     assert not torch.allclose(trained(tokens).logits, fresh(tokens).logits, atol=1e-2)
 
 
-def test_experts_on_ranks_of_their_own_reach_servers_of_every_size(start: Start, tmp_path: Path) -> None:
+EXPERTS = ("layout.tp=1", "layout.ep=2", "layout.dp=2", "layout.sequence_parallel=false")
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "tp", "layout"),
+    [("qwen3_moe", "sglang", (1, 2), EXPERTS), ("llama", "sglang", (2,), ()), ("llama", "vllm", (1,), ())],
+)
+def test_other_families_reach_servers(
+    family: str, kind: Kind, tp: tuple[int, ...], layout: tuple[str, ...], start: Start, tmp_path: Path
+) -> None:
+    """Experts on ranks of their own, and scaled rotary positions."""
     run, policy = tmp_path / "run", tmp_path / "policy"
-    sizes = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 64, "experts": 4, "experts_per_token": 2}
-    write_model(policy, **sizes, std=0.2, tie=False)  # SGLang does not tie the embeddings of a Qwen3-MoE
-    layout = ("layout.tp=1", "layout.ep=2", "layout.dp=2", "layout.sequence_parallel=false")
-    first, *steps = finish(start(run, policy, *launch_settings("sglang", (1, 2)), *layout, "run.steps=2"), run)
+    sizes = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 64, "std": 0.2}
+    experts = 4 if layout == EXPERTS else 0
+    write_model(policy, family=family, **sizes, experts=experts, tie=not experts)  # SGLang ties no Qwen3-MoE's
+    if family == "llama":
+        config = json.loads((policy / "config.json").read_text())
+        config |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **SCALED}}
+        (policy / "config.json").write_text(json.dumps(config))
+    first, *steps = finish(start(run, policy, *launch_settings(kind, tp), *layout, "run.steps=2"), run)
     assert first["rollout/agreement_max_diff"] <= AGREES
-    agrees(steps, 2)
+    agrees(steps, len(tp))
 
 
 @pytest.mark.parametrize(

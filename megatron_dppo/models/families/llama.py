@@ -1,4 +1,7 @@
-"""Llama 2 and 3, SmolLM2: no norms of queries and keys, no biases; from 3.1 on with scaled rotary positions."""
+"""Llama 2 and 3, SmolLM2: no norms of queries and keys, no biases; from 3.1 on with scaled rotary positions.
+
+Mistral is a Llama with a sliding window, which only some of its checkpoints have.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class LlamaRopeScaling(RopeScaling):
         return frequencies * ((1 - unscaled) / self.factor + unscaled)
 
 
-FAMILY = Family(
+LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     rows=(*ATTENTION, *MLP),
@@ -40,4 +43,13 @@ FAMILY = Family(
         "pretraining_tp": (1, None),
     },
     rope_scalings=(LlamaRopeScaling,),
+)
+
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    rows=LLAMA.rows,
+    optional=("head_dim",),
+    supported={"hidden_act": ("silu",), "sliding_window": (None,)},
+    absent={"sliding_window": 4096},
 )
