@@ -97,7 +97,7 @@ class Decoding:
             return lump
         while self._waiting:
             stem = self._stems[self._waiting[0]]
-            room, longest = room - len(stem.slots), max(longest, len(stem.token_ids))
+            room, longest = room - len(stem.slots), max(longest, len(stem.token_ids) - self._cache.begin)
             if room < 0 or (lump and longest * (len(lump) + 1) > PREFILL_TOKENS):
                 break
             lump.append(self._waiting.popleft())
