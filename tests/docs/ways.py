@@ -165,6 +165,7 @@ WAYS = (
     ),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/distilled .*", append=SMALL),
     Way(r"megatron-dppo sft configs/quickstart\.yaml run\.dir=runs/compressed/warm .*", append=f"{LAYOUT} sft.steps=1"),
+    Way(r"python tools/smollm2/problems\.py .*"),
     Way(
         r"megatron-dppo sft configs/smollm2_steps\.yaml .*",
         replace={"runs/smollm2/policy": f"runs/quickstart/warm {STEPS_SMALL}"},
