@@ -183,6 +183,7 @@ def commands(workload: Workload, options: argparse.Namespace, python: str) -> di
     policy, pool = prepared(workload, options.folder)
     trl = {"policy": str(policy), "pool": str(pool), "prompts": workload.prompts, "samples": SAMPLES}
     trl |= {"max_response_tokens": workload.max_response_tokens, "lr": LEARNING_RATE, "steps": options.steps}
+    trl |= {"threads": 1, "reward": "sum"}
     trl |= {"batch": options.trl_batch or TRL_BATCH[workload.name], "settings": json.loads(options.trl_settings)}
     ours = [sys.executable, str(HERE / "our_run.py"), *data_settings(workload, pool), f"model.path={policy}"]
     ours += [f"reward.function={HERE / 'step_watch.py'}:compute_score", "loss.name=grpo", "layout.dp=1"]

@@ -1,17 +1,19 @@
-"""One training by TRL's GRPOTrainer, in an environment of its own; benchmarks/against_trl.py runs it.
+"""One training by TRL's GRPOTrainer, in an environment of its own; against_trl.py and real_model.py run it.
 
 Settings are those that suit it best on a CPU: fp32, no gradient checkpointing, one rollout per optimizer step and
 therefore no pass for old log-probabilities, no reference model, no dropout, nothing saved, PyTorch's fused AdamW.
 
 The only argument is a JSON object: ``policy`` (Hugging Face directory), ``pool`` (JSONL with prompt and label),
 ``steps``, ``prompts`` per step, ``samples`` per prompt, ``max_response_tokens``, ``batch`` (sequences per forward and
-backward pass), ``lr`` and ``settings`` (more of GRPOConfig).
+backward pass), ``lr``, ``threads``, ``reward`` (``sum`` or ``calculation``) and ``settings`` (more of GRPOConfig, which
+win).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -44,17 +46,30 @@ class Counted(GRPOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-def reward(prompts: list[str], completions: list[str], label: list[str], **_: Any) -> list[float]:
-    return [compute_score("", completion, truth) for completion, truth in zip(completions, label, strict=True)]
+def calculated(completion: list[dict[str, str]], truth: str) -> float:
+    """1 where the last calculation in a box makes the number."""
+    boxes = re.findall(r"\\boxed\{([-+*/() \d]{1,80})\}", completion[0]["content"])
+    try:
+        return float(bool(boxes) and "**" not in boxes[-1] and eval(boxes[-1]) == int(truth))
+    except (SyntaxError, TypeError, ZeroDivisionError):
+        return 0.0
+
+
+SCORES = {"sum": lambda completion, truth: compute_score("", completion, truth), "calculation": calculated}
 
 
 def main() -> None:
     options = argparse.Namespace(**json.loads(sys.argv[1]))
     watch = StepWatch()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     rows = [json.loads(line) for line in Path(options.pool).read_text(encoding="utf-8").splitlines()]
+    score = SCORES[options.reward]
+
+    def reward(prompts: list[Any], completions: list[Any], label: list[str], **_: Any) -> list[float]:
+        return [score(completion, truth) for completion, truth in zip(completions, label, strict=True)]
+
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
+        own = dict(
             output_dir=folder,
             max_steps=options.steps,
             per_device_train_batch_size=options.batch,
@@ -77,12 +92,11 @@ def main() -> None:
             disable_tqdm=True,
             dataloader_pin_memory=False,
             model_init_kwargs={"dtype": "float32"},
-            **options.settings,
         )
         trainer = Counted(
             model=options.policy,
             reward_funcs=reward,
-            args=config,
+            args=GRPOConfig(**own | options.settings),
             train_dataset=Dataset.from_list([{"prompt": row["prompt"], "label": row["label"]} for row in rows]),
             processing_class=AutoTokenizer.from_pretrained(options.policy),
             callbacks=[InTurn(watch)],
