@@ -219,21 +219,21 @@ def attend(
     if keys.device.type != "cpu":
         attended = F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, mask, enable_gqa=True)
         return attended.transpose(1, 2).contiguous()
-    # On a CPU the heads that share keys become queries of one head, which reads the keys once for all of them.
     rows, count, heads, size = queries.shape
-    kv_heads, sharing = keys.shape[1], heads // keys.shape[1]
-    of_heads = queries.view(rows, count, kv_heads, sharing, size).permute(2, 0, 1, 3, 4)
-    of_heads = of_heads.reshape(kv_heads, rows, count * sharing, size)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    mask = mask.repeat_interleave(sharing, dim=2)
-    attended, total = flash(of_heads.transpose(0, 1), keys, values, attn_mask=mask)  # total: log of the weights' sum
+    kv_heads, flash = keys.shape[1], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    by_keys = queries.view(rows, count, kv_heads, -1, size).permute(0, 2, 3, 1, 4)
+    # On a CPU heads that share keys can be queries of one head, which reads the keys once for all of them. Where they
+    # have several queries each, the mask would have to be repeated.
+    of_heads = by_keys.flatten(2, 3) if count == 1 else by_keys.flatten(1, 2)
+    seen = mask.expand(-1, -1, of_heads.shape[2], -1)
+    attended, total = flash(of_heads, keys, values, attn_mask=seen)  # total: the logarithm of the weights' sum
     if common is not None:
-        also, more = flash(of_heads.reshape(1, kv_heads, -1, size), *common)
-        also, more = also.reshape(of_heads.shape).transpose(0, 1), more.reshape(of_heads.shape[:-1]).transpose(0, 1)
+        also, more = flash(by_keys.transpose(0, 1).reshape(1, kv_heads, -1, size), *common)
+        also = also.reshape(kv_heads, rows, -1, size).transpose(0, 1).reshape(attended.shape)
+        more = more.reshape(kv_heads, rows, -1).transpose(0, 1).reshape(total.shape)
         share = torch.sigmoid(more - total).unsqueeze(-1)
         attended = torch.lerp(attended.to(share.dtype), also.to(share.dtype), share).to(queries.dtype)
-    of_tokens = attended.reshape(rows, kv_heads, count, sharing, size).transpose(1, 2)
-    return of_tokens.reshape(rows, count, heads, size)
+    return attended.reshape(rows, heads, count, size).transpose(1, 2).contiguous()
 
 
 def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
