@@ -183,8 +183,10 @@ class Trainer:
         return collected
 
     def plan(self, rollouts: CompleteRollouts) -> StepPlan:
-        """Decide on one rank, from lengths and rewards alone, what is trained on, with which weight, and where."""
+        """Decide on one rank what is trained on, with which weight, and where: from lengths and rewards, and from the
+        prompts for what packs share."""
         config, metadata = choose_sharing(self.config), rollouts.metadata
+        shares = self.world.leads and config.pack.share_prefixes != "off"
         plan_with = partial(
             plan_step,
             replicas=self.world.dp,
@@ -193,7 +195,7 @@ class Trainer:
             step=self.step,
             pipeline=config.layout.pp,
             costs=CostModel.of_width(self.policy.shape.hidden),
-            prompts=[self.pool[int(row)].token_ids for row in metadata.prompt_ids],
+            prompts=[self.pool[int(row)].token_ids for row in metadata.prompt_ids] if shares else (),
         )
         if self.config.pruning.completions.score == "head":
             everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(config)))

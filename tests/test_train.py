@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
-from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rl.types import Prompt, StepPlan
 from megatron_dppo.rollout.engine import Completions, Sampling, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.train import train
+from megatron_dppo.trainer.learner import Learner
 from tests.ranks import RankPool
 from tests.runs import REWARD, configure, rows, write_run
 
@@ -99,6 +103,35 @@ def test_an_engine_that_shares_the_gpus_sleeps_while_the_trainer_trains(
         assert " ".join(heard) == f"pause {room}update 0 {room}resume {steps} close"
         assert said.count("a server was taken out") == (rank == 0), "once, by the leader"
     assert [row["rollout/lost_servers"] for row in rows(tmp_path)] == [1.0, 2.0]
+
+
+def plans_of(rank: int, size: int, config: Config) -> list[StepPlan]:
+    """The plans of a run."""
+    plans: list[StepPlan] = []
+    learn = Learner.learn
+
+    def noted(learner: Learner, plan: StepPlan, *rest: Any, **more: Any) -> dict[str, float]:
+        plans.append(plan)
+        return learn(learner, plan, *rest, **more)
+
+    with mock.patch.object(Learner, "learn", noted):
+        train(config)
+    return plans
+
+
+def test_packs_share_what_the_prompts_of_a_run_begin_with(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """18 characters, each a token; the other shared lengths are those of whole prompts, within groups."""
+    begun = "1+2+3+4+5+6+7+8+9+"
+    lines = [json.dumps({"prompt": f"{begun}{number}=", "label": "0"}) + "\n" for number in range(1, 10)]
+    (tmp_path / "sums.jsonl").write_text("".join(lines))
+    config = configure(policy, tmp_path / "run", LayoutConfig(dp=1), steps=1)
+    data = replace(config.data, train=str(tmp_path / "sums.jsonl"))
+    config = replace(config, data=data, eval=replace(config.eval, problems=0))
+    ((plan,),) = ranks.run(1, plans_of, config)
+    (minibatch,) = plan.minibatches
+    samples = minibatch.samples
+    first = np.flatnonzero(np.diff(samples.group, prepend=-1))
+    assert len(first) > 2 and samples.shared_length[first].tolist() == [0] + [len(begun)] * (len(first) - 1)
 
 
 def test_the_engine_is_closed_also_when_a_run_fails(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
