@@ -16,7 +16,6 @@ pack has a prompt once for several completions. Ratios are geometric means over 
 from __future__ import annotations
 
 import os
-import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -169,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
