@@ -99,14 +99,14 @@ class Decoder:
         mask = torch.zeros(later.shape, dtype=hidden.dtype, device=hidden.device).masked_fill_(later, float("-inf"))
         mask = mask.unsqueeze(1)
         row = torch.arange(rows, device=tokens.device).unsqueeze(-1)
+        stored, own = positions - cache.begin, width - cache.begin
         for number, layer in enumerate(self._layers):
             keys, values = cache.layer(number, first, rows)
             shape = rows, count, -1, layer.size
             queries, new_keys, new_values = (part.view(shape) for part in layer.project(hidden, rotary))
-            keys[row, :, positions - cache.begin], values[row, :, positions - cache.begin] = new_keys, new_values
+            keys[row, :, stored], values[row, :, stored] = new_keys, new_values
             common = cache.common.layer(number, 0, 1) if cache.common else None
-            own = slice(width - cache.begin)
-            attended = attend(queries, keys[:, :, own], values[:, :, own], mask, common)
+            attended = attend(queries, keys[:, :, :own], values[:, :, :own], mask, common)
             hidden = layer.finish(hidden, attended.view(rows * count, -1))
         return hidden.view(rows, count, -1)
 
@@ -216,24 +216,24 @@ def attend(
     Returns:
         [rows, n, heads, size], contiguous.
     """
-    if keys.device.type != "cpu":
-        attended = F.scaled_dot_product_attention(queries.transpose(1, 2), keys, values, mask, enable_gqa=True)
-        return attended.transpose(1, 2).contiguous()
-    rows, count, heads, size = queries.shape
-    kv_heads, flash = keys.shape[1], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    by_keys = queries.view(rows, count, kv_heads, -1, size).permute(0, 2, 3, 1, 4)
     # On a CPU heads that share keys can be queries of one head, which reads the keys once for all of them. Where they
     # have several queries each, the mask would have to be repeated.
-    of_heads = by_keys.flatten(2, 3) if count == 1 else by_keys.flatten(1, 2)
-    seen = mask.expand(-1, -1, of_heads.shape[2], -1)
-    attended, total = flash(of_heads, keys, values, attn_mask=seen)  # total: the logarithm of the weights' sum
-    if common is not None:
-        also, more = flash(by_keys.transpose(0, 1).reshape(1, kv_heads, -1, size), *common)
-        also = also.reshape(kv_heads, rows, -1, size).transpose(0, 1).reshape(attended.shape)
+    rows, count, heads, size = queries.shape
+    kv_heads, grouped = keys.shape[1], count == 1 and keys.device.type == "cpu"
+    of_heads = queries.view(rows, kv_heads, -1, size) if grouped else queries.transpose(1, 2)
+    mask = mask.expand(-1, -1, of_heads.shape[2], -1)
+    if common is None:
+        attended = F.scaled_dot_product_attention(of_heads, keys, values, mask, enable_gqa=not grouped)
+    else:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        of_all_rows = of_heads.reshape(rows, kv_heads, -1, size).transpose(0, 1).reshape(1, kv_heads, -1, size)
+        # ``total`` and ``more`` are the logarithms of the weights' sums.
+        (own, total), (also, more) = flash(of_heads, keys, values, attn_mask=mask), flash(of_all_rows, *common)
+        also = also.reshape(kv_heads, rows, -1, size).transpose(0, 1).reshape(own.shape)
         more = more.reshape(kv_heads, rows, -1).transpose(0, 1).reshape(total.shape)
         share = torch.sigmoid(more - total).unsqueeze(-1)
-        attended = torch.lerp(attended.to(share.dtype), also.to(share.dtype), share).to(queries.dtype)
-    return attended.reshape(rows, heads, count, size).transpose(1, 2).contiguous()
+        attended = torch.lerp(own.to(share.dtype), also.to(share.dtype), share).to(queries.dtype)
+    return attended.reshape(rows, 1, heads, size) if grouped else attended.transpose(1, 2).contiguous()
 
 
 def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
