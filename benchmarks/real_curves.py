@@ -1,12 +1,16 @@
-"""Held-out accuracy over seconds: SmolLM2-135M on problems of several steps, unpruned, pruned and by TRL.
+"""Held-out accuracy over seconds: SmolLM2-135M on problems of two steps, unpruned, pruned and by TRL.
 
-    python benchmarks/real_curves.py [--seeds 3] [--arms trl ...] [--set optimizer.lr=2e-5 ...] [--json]
+    python benchmarks/real_curves.py [--seeds 3] [--arms unpruned trl] [--earlier FILE ...] [--picture PNG] [--json]
 
 All arms start from the policy that ``configs/smollm2_steps.yaml`` says how to make, and train on its problems at a
-constant learning rate: as many steps, of as many prompts unless the arm's name says another number. Seed by seed they
-run in turn. Seconds are those of the steps, without evaluations and the start. TRL's GRPOTrainer has the batch and the
-threads of the others, an update per step and bf16 by autocast; its policy is saved now and then, and evaluated as the
-others are. ``time_to_accuracy_ratio`` is that of the unpruned arm over each, paired by seed.
+constant learning rate, each on two cores for about ten minutes. Seed by seed they run in turn. Seconds are those of the
+steps, without evaluations and the start. TRL's GRPOTrainer has bf16 by autocast, with which its steps were faster than
+in fp32; its policy is saved now and then, and evaluated as the others are.
+
+Held-out accuracy is the mean over four answers to each problem, sampled as rollouts are. Times to an accuracy are
+interpolated between evaluations. ``time_to_accuracy_ratio`` is that of the unpruned arm over each, the geometric mean
+over the seeds with its 95% interval; None where an arm did not come so far. ``longer_than`` has, for each run that
+ended before, how many times as long as the unpruned one it had taken by then.
 """
 
 from __future__ import annotations
@@ -14,39 +18,70 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from against_trl import Arm, trl_python
-from harness import arguments, finish, package_command
-from pruning_speedup import BASELINE, Run, arm, compare, measure, trained
+from against_trl import Arm as Process
+from against_trl import trl_python
+from harness import arguments, finish, mean_and_reach, package_command, paired_ratio
+from pruning_speedup import arm, trained
 
 HERE = Path(__file__).parent
 CONFIG = "configs/smollm2_steps.yaml"
-TRL = "trl"
-PROMPTS, SAMPLES, MAX_TOKENS = 16, 8, 40
-ARMS: dict[str, tuple[str, ...]] = {
-    BASELINE: arm("none", "none"),
-    "unpruned, 8 prompts": arm("none", "none", "rollout.prompts_per_step=8"),
-    "pruned": (),
-    "pruned to 0.4 and 0.3": ("pruning.prompts.keep=0.4", "pruning.completions.keep=0.3", "pruning.max_weight=10"),
-    TRL: (),
+TRL, BASELINE = "TRL, 16 prompts", "unpruned, 32 prompts"
+TRL_PROMPTS, SAMPLES, MAX_TOKENS = 16, 8, 40
+ASKED = ("eval.samples=4", "eval.problems=200")
+EVALUATIONS = 4
+"""Evaluations of a run after the one before its first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to train."""
+
+    steps: int
+    lr: float
+    """For 16 unpruned prompts 4e-5, where 8e-5 lost accuracy; for other steps that over the root of their noise."""
+    settings: tuple[str, ...]
+    colour: str
+
+
+STRONG = ("pruning.prompts.keep=0.4", "pruning.completions.keep=0.3", "pruning.max_weight=10")
+ARMS = {
+    BASELINE: Arm(24, 5.6e-5, arm("none", "none"), "#475569"),
+    "unpruned, 16 prompts": Arm(44, 4e-5, arm("none", "none", "rollout.prompts_per_step=16"), "#94a3b8"),
+    "pruned, default": Arm(36, 4.7e-5, (), "#2563eb"),
+    "pruned, strong": Arm(48, 3.5e-5, STRONG, "#ea580c"),
+    TRL: Arm(16, 4e-5, (), "#16a34a"),
 }
+Points = list[tuple[float, float]]
+"""Seconds of all steps so far, and held-out accuracy."""
+
+
+def by_us(own: Arm, words: Sequence[str], seed: int, folder: Path) -> list[dict[str, float]]:
+    """The rows of a training by this project's trainer."""
+    settings = [f"run.steps={own.steps}", f"eval.every={own.steps // EVALUATIONS}", f"optimizer.lr={own.lr}"]
+    return trained([*words, *settings, *own.settings], folder, seed=seed)
 
 
 def by_trl(options: argparse.Namespace, seed: int, folder: Path) -> list[dict[str, float]]:
     """The rows of a training by TRL's GRPOTrainer: a step's seconds, and the accuracy where it was saved."""
-    saving = {"output_dir": str(folder), "save_strategy": "steps", "save_steps": options.eval_every}
-    settings = {**saving, "save_only_model": True, "seed": seed, "bf16": True}
-    asked = {"policy": str(options.folder / "warm"), "pool": str(options.folder / "train.jsonl"), "prompts": PROMPTS}
-    asked |= {"samples": SAMPLES, "max_response_tokens": MAX_TOKENS, "steps": options.steps, "batch": options.trl_batch}
-    asked |= {"lr": options.trl_lr, "threads": 2, "reward": "calculation", "settings": settings}
-    watched = Arm(TRL, [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)], folder.with_suffix(".log"))
+    own, every = ARMS[TRL], ARMS[TRL].steps // EVALUATIONS
+    settings = {"output_dir": str(folder), "save_strategy": "steps", "save_steps": every, "save_only_model": True}
+    asked: dict[str, object] = {"policy": str(options.folder / "warm"), "pool": str(options.folder / "train.jsonl")}
+    asked |= {"prompts": TRL_PROMPTS, "samples": SAMPLES, "max_response_tokens": MAX_TOKENS, "steps": own.steps}
+    asked |= {"batch": 16, "lr": own.lr, "threads": 2, "reward": "calculation"}
+    asked |= {"settings": settings | {"seed": seed, "bf16": True}}
+    watched = Process(TRL, [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)], folder.with_suffix(".log"))
     try:
         watched.heard()
-        for _ in range(options.steps):
+        for _ in range(own.steps):
             watched.take_step()
         watched.process.wait(timeout=600)
     finally:
@@ -54,15 +89,15 @@ def by_trl(options: argparse.Namespace, seed: int, folder: Path) -> list[dict[st
     rows: list[dict[str, float]] = [{"step": 0, "eval/accuracy": accuracy_of(options.folder / "warm", options, folder)}]
     for step, told in enumerate(watched.steps, start=1):
         rows.append({"step": step, "perf/step_time": told["seconds"]})
-        if step % options.eval_every == 0:
+        if step % every == 0:
             rows[-1]["eval/accuracy"] = accuracy_of(folder / f"checkpoint-{step}", options, folder)
     return rows
 
 
 def accuracy_of(policy: Path, options: argparse.Namespace, folder: Path) -> float:
-    """Held-out accuracy of a policy, answered greedily."""
+    """Held-out accuracy of a policy."""
     out = folder / f"answers-{policy.name}"
-    package_command("eval", CONFIG, *data_of(options), f"model.path={policy}", f"eval.out={out}")
+    package_command("eval", CONFIG, *ASKED, *data_of(options), f"model.path={policy}", f"eval.out={out}")
     scores = json.loads((out / "scores.json").read_text(encoding="utf-8"))
     (found,) = scores["benchmarks"].values()
     return float(found["avg@k"]["value"])
@@ -72,48 +107,101 @@ def data_of(options: argparse.Namespace) -> list[str]:
     return [f"data.{name}={options.folder / file}.jsonl" for name, file in (("train", "train"), ("eval", "held_out"))]
 
 
+def points_of(rows: Sequence[dict[str, float]]) -> Iterator[tuple[float, float]]:
+    seconds = 0.0
+    for row in rows:
+        seconds += row.get("perf/step_time", 0.0)
+        if "eval/accuracy" in row:
+            yield seconds, row["eval/accuracy"]
+
+
+def seconds_to(points: Points, accuracy: float) -> float | None:
+    """When the line through the evaluations first reaches an accuracy; None if it does not."""
+    for (start, below), (end, value) in pairwise(points):
+        if value >= accuracy:
+            return start + (end - start) * max(accuracy - below, 0.0) / (value - below) if value > below else end
+    return None
+
+
+def compared(runs: Sequence[dict[str, Any]], name: str, accuracy: float) -> dict[str, Any]:
+    """An arm beside the unpruned one, over the seeds that both have."""
+    points: dict[str, dict[int, Points]] = {
+        each: {run["seed"]: run["points"] for run in runs if run["arm"] == each} for each in (BASELINE, name)
+    }
+    own = points[name]
+    seeds = sorted(own.keys() & points[BASELINE].keys())
+    times = {each: [seconds_to(points[each][seed], accuracy) for seed in seeds] for each in points}
+    reached = all(None not in each for each in times.values())
+    gain, reach = mean_and_reach([each[-1][1] - each[0][1] for each in own.values()])
+    return {
+        "held_out_gain": {"mean": gain, "reach": reach if len(own) > 1 else None, "seeds": len(own)},
+        "final_accuracy": statistics.fmean(each[-1][1] for each in own.values()),
+        "seconds_to_accuracy": times[name],
+        "time_to_accuracy_ratio": paired_ratio(times[BASELINE], times[name]) if reached and seeds else None,  # type: ignore[arg-type]
+        "longer_than": [
+            own[seed][-1][0] / first
+            for seed, first, found in zip(seeds, times[BASELINE], times[name], strict=True)
+            if first and not found
+        ],
+        "seconds_per_step": statistics.fmean(run["seconds_per_step"] for run in runs if run["arm"] == name),
+    }
+
+
+def draw(runs: Sequence[dict[str, Any]], out: Path) -> None:
+    """Accuracy over minutes: a thin line for each run, a thick one for the mean of an arm."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.6), dpi=160, facecolor="white", layout="constrained")
+    panel = figure.subplots()
+    for name, own in ARMS.items():
+        curves = [run["points"] for run in runs if run["arm"] == name]
+        for curve in curves:
+            panel.plot([s / 60 for s, _ in curve], [100 * a for _, a in curve], color=own.colour, alpha=0.25, lw=1)
+        means = [tuple(map(statistics.fmean, zip(*each, strict=True))) for each in zip(*curves, strict=True)]
+        if means:
+            minutes, values = [s / 60 for s, _ in means], [100 * a for _, a in means]
+            panel.plot(minutes, values, color=own.colour, lw=2.5, marker="o", ms=4, label=name)
+    panel.set_xlabel("minutes of training on two cores", loc="right")
+    panel.set_title("Held-out accuracy [%], SmolLM2-135M on problems of two steps", loc="left", fontweight="bold")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", color="#e2e8f0")
+    panel.legend(frameon=False)
+    figure.savefig(out)
+
+
 def main() -> None:
     parser = arguments(
         __doc__,
         folder=(Path("runs/smollm2_steps"), "of the policy and the problems"),
         seeds=3,
         first_seed=1,
-        steps=60,
-        eval_every=10,
-        accuracy=(0.45, "held-out accuracy to be reached"),
-        trl_batch=(16, "sequences in a forward and backward pass of TRL's"),
-        trl_lr=(4e-5, "TRL's learning rate"),
+        accuracy=(0.5, "held-out accuracy to be reached"),
+        picture=(Path, "where to draw the curves"),
     )
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
-    parser.add_argument("--set", dest="settings", nargs="*", default=[], help="more settings, for all arms but TRL's")
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument(
+        "--earlier", nargs="*", type=Path, default=[], help="results of this script, which count as well"
+    )
     options = parser.parse_args()
-    names = [BASELINE, *(name for name in options.arms if name != BASELINE)]
+    runs = [run for file in options.earlier for run in json.loads(file.read_text(encoding="utf-8"))["runs"]]
+    words = [CONFIG, *data_of(options), f"model.path={options.folder / 'warm'}", "optimizer.schedule=constant", *ASKED]
     folder = Path(tempfile.mkdtemp(prefix="real-curves-"))
-    words = [CONFIG, *data_of(options), f"model.path={options.folder / 'warm'}", "optimizer.schedule=constant"]
-    words += [f"run.steps={options.steps}", f"eval.every={options.eval_every}", *options.settings]
-    curves: list[dict[str, Any]] = []
-    runs: list[Run] = []
     try:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
-            for name in names:
-                place = folder / f"{names.index(name)}-{seed}"
-                own = by_trl(options, seed, place) if name == TRL else trained([*words, *ARMS[name]], place, seed=seed)
-                runs.append(measure(name, seed, own, options.accuracy))
-                curves.append({"arm": name, "seed": seed, "points": points(own)})
-                print(json.dumps(curves[-1]), file=sys.stderr, flush=True)
+            for number, name in enumerate(options.arms):
+                place = folder / f"{number}-{seed}"
+                rows = by_trl(options, seed, place) if name == TRL else by_us(ARMS[name], words, seed, place)
+                seconds = statistics.median(row["perf/step_time"] for row in rows if row["step"])
+                points = list(points_of(rows))
+                runs.append({"arm": name, "seed": seed, "seconds_per_step": seconds, "points": points})
+                print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(folder)
-    finish({**compare(runs, options.accuracy), "curves": curves}, options)
-
-
-def points(rows: list[dict[str, float]]) -> list[tuple[float, float]]:
-    """Seconds of all steps so far and held-out accuracy, where it was measured."""
-    seconds, found = 0.0, []
-    for row in rows:
-        seconds += row.get("perf/step_time", 0.0)
-        if "eval/accuracy" in row:
-            found.append((seconds, row["eval/accuracy"]))
-    return found
+    if options.picture:
+        draw(runs, options.picture)
+    names = [name for name in ARMS if any(run["arm"] == name for run in runs)]
+    arms = {name: compared(runs, name, options.accuracy) for name in names}
+    finish({"accuracy": options.accuracy, "arms": arms, "runs": runs}, options)
 
 
 if __name__ == "__main__":
