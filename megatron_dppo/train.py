@@ -203,7 +203,8 @@ class Trainer:
 
         def decide() -> StepPlan:
             plan = plan_with(metadata, config)
-            return self.sampler.remember(metadata).added_to(plan)
+            inflation = plan.metrics.get("prune/variance_inflation", 1.0)
+            return self.sampler.remember(metadata, inflation).added_to(plan)
 
         with self.timers("plan"):
             return self.world.from_leader(decide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from tests.runs import REWARD, begin_run, configure, rows, write_run
 ONE, TP2 = LayoutConfig(dp=1), LayoutConfig(tp=2, dp=1)
 HALF_EQUAL = "len(solution_str) % 3 if int(ground_truth) % 2 else 1.0"
 WINDOW = 8
-"""Of ``configure``."""
+SAMPLES = 3
+"""Both of ``configure``."""
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,33 @@ def test_completions_that_are_pruned_make_room_for_prompts(policy: Path, ranks: 
         assert row["prune/kept_prompt_fraction"] == 1.0
         assert row["prune/saved_tokens_completions"] > 0
         assert row["rollout/zero_std/ratio"] > 0 == row["prune/zero_advantage_fraction"]
+
+
+NOISE = PruningConfig(
+    prompts=PromptPruningConfig(rule="none"),
+    completions=CompletionPruningConfig(keep=0.1),
+    max_weight=50.0,
+    noise=1.0,
+)
+
+
+def test_a_run_of_equal_noise_considers_more_prompts_and_goes_on_bit_by_bit(
+    policy: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    configs = [settings(policy, tmp_path / name, ONE, NOISE, name="reinforce_pp") for name in ("whole", "died")]
+    ranks.run(1, live, configs[0])
+    ranks.run(1, die, configs[1])
+    ranks.run(1, live, configs[1])
+    whole = rows(tmp_path / "whole")
+    assert rows(tmp_path / "died") == whole
+    census = [json.loads(line) for line in (tmp_path / "whole" / "pruning.jsonl").read_text().splitlines()]
+    windows = [sum(row[fate][0] for fate in ("kept", "pruned", "idle")) / SAMPLES for row in census]
+    inflation, expected = 1.0, []
+    for row in whole:
+        expected.append(round(WINDOW * inflation))
+        inflation += 0.1 * (row["prune/variance_inflation"] - inflation)
+    assert windows == expected
+    assert windows[0] == WINDOW < windows[-1]
 
 
 def test_scores_of_the_head_bounded_inflation_and_two_updates_go_together(

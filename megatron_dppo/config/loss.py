@@ -228,6 +228,10 @@ class PruningConfig(Section):
     """``prompts``: what completion pruning saves goes into more prompts: the window grows by 1/completions.keep, so
     that as much is trained on as without pruning (CPPO's dynamic allocation). Under greso, more prompts are rolled out
     until the window is full of groups of mixed reward (its adaptive batch), as dynamic_sampling always does."""
+    noise: AboveZero | None = None
+    """Estimated variance of a step's gradient over that of ``rollout.prompts_per_step`` unpruned prompts. A step
+    considers as many more prompts as pruning has made earlier ones noisier. 1: as noisy as without pruning; 2: as half
+    of the prompts without pruning; null: a step considers ``rollout.prompts_per_step`` prompts."""
     max_rounds: Positive = 10
     """greso with refill, and dynamic_sampling: how often a step rolls out prompts before it trains on what it has."""
 

@@ -218,6 +218,7 @@ def summarise(metrics: Rows) -> dict[str, Any]:
         "zero_advantage_tokens": _whole(pruned, "prune/zero_advantage_tokens"),
         "saved_seconds_prompts": _total(pruned, "perf/saved_prompts_time"),
         "saved_seconds_completions": _total(pruned, "perf/saved_completions_time"),
+        "pruning_efficiency": _mean(pruned, "perf/pruning_efficiency", of_all=True),
         "effective_sample_size": _mean(pruned, "prune/effective_sample_size"),
         "variance_inflation": _mean(pruned, "prune/variance_inflation", of_all=True),
         "noise_share_prompts": _mean(pruned, "prune/noise_share_prompts", of_all=True),
@@ -299,6 +300,9 @@ def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
             training = 1.0 - (1.0 - generation) * trained / (trained + pruned) if trained + pruned else generation
             saved = f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% of those to train on"
             yield f"pruning saved about {saved}"
+        if efficiency := summary.get("pruning_efficiency"):
+            share = f"{1.0 / efficiency:.2f} times that without pruning; of a smaller batch: 1"
+            yield f"variance × seconds of a step, estimated: {share}"
         if summary["discarded_groups"]:
             yield f"{summary['discarded_groups']:,} groups were rolled out and discarded, which saved nothing"
         yield from _noise(summary)

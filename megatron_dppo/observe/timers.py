@@ -97,17 +97,20 @@ def breakdown(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """``perf/saved_prompts_time`` and ``perf/saved_completions_time``: the first two of ``saving``, from a step's own
-    counts. Each is left out where the step has no tokens to go by."""
+    counts. Each is left out where the step has no tokens to go by. And ``perf/pruning_efficiency``: how many times less
+    variance × seconds the step has than without pruning; 1 for a smaller batch. Not of a biased rule."""
     prompts, completions = (metrics.get(f"prune/saved_tokens_{level}") for level in ("prompts", "completions"))
     if prompts is None or completions is None:
         return {}
     zero_advantage = metrics.get("prune/zero_advantage_tokens", 0.0)
-    by_prompts, by_completions, _ = saving(metrics, pruned=completions, zero_advantage=zero_advantage)
+    by_prompts, by_completions, by_both = saving(metrics, pruned=completions, zero_advantage=zero_advantage)
     saved = {}
     if metrics.get("train/tokens", 0.0) + completions + zero_advantage:
         saved["perf/saved_prompts_time"] = by_prompts
     if metrics.get("train/tokens"):
         saved["perf/saved_completions_time"] = by_completions
+        if (inflation := metrics.get("prune/variance_inflation")) and (seconds := metrics.get("perf/step_time")):
+            saved["perf/pruning_efficiency"] = (seconds + by_both) / seconds / inflation
     return saved
 
 

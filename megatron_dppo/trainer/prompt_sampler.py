@@ -26,6 +26,9 @@ from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, sche
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Ints, Selection, StepMetadata
 
+INFLATION_KEPT = 0.9
+"""Weight that earlier steps keep in the mean of the variance inflation, from one step to the next."""
+
 
 class SourceOrder:
     """The prompts of one source, epoch after epoch. The permutation of an epoch is a function of (seed, epoch) and the
@@ -194,10 +197,15 @@ class PromptSampler:
             self._objective.baseline,
             taught=config.loss.distillation_coef > 0.0,
         )
+        self._inflation = 1.0
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""
-        return self._draw(step, self._order.next_window(window_size(self._config, step)))
+        return self._draw(step, self._order.next_window(self._window(step)))
+
+    def _window(self, step: int) -> int:
+        """N of a step, which no window that ``pruning.noise`` grows passes the pool with."""
+        return min(window_size(self._config, step, self._inflation), self._pool_size)
 
     def select_more(self, step: int, so_far: StepMetadata, rounds: int) -> Selection | None:
         """Draw further prompts of a step that is to have as many groups of mixed reward as its window has prompts; None
@@ -211,7 +219,7 @@ class PromptSampler:
         pruning, known = self._config.pruning, so_far.prompt_ids
         if not in_rounds(pruning) or rounds >= pruning.max_rounds:
             return None
-        wanted = next_round(window_size(self._config, step), len(mixed(so_far)), round(so_far.window))
+        wanted = next_round(self._window(step), len(mixed(so_far)), round(so_far.window))
         count = min(wanted, self._pool_size - len(known))
         if count == 0:
             return None
@@ -229,9 +237,15 @@ class PromptSampler:
             rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
         )
 
-    def remember(self, metadata: StepMetadata) -> PredictorMetrics:
+    def remember(self, metadata: StepMetadata, inflation: float = 1.0) -> PredictorMetrics:
         """Learn from a step's full groups, once nothing of that step is left to be drawn, and say how well they had
-        been predicted."""
+        been predicted.
+
+        Args:
+            metadata: of the step.
+            inflation: by how much pruning multiplied the step's variance, as it is estimated.
+        """
+        self._inflation += (1.0 - INFLATION_KEPT) * (inflation - self._inflation)
         segments = advantages_of_segments(metadata, self._config, self._objective)
         known = completion_candidates(metadata, self._config, self._objective, segments)
         terms = known.score * metadata.prompt_inclusion[:, None]
@@ -250,8 +264,9 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""
-        return {"order": self._order.state_dict(), "history": self._history.state_dict()}
+        return {"order": self._order.state_dict(), "history": self._history.state_dict(), "inflation": self._inflation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order.load_state_dict(state["order"])
         self._history.load_state_dict(state["history"])
+        self._inflation = float(state.get("inflation", 1.0))

@@ -42,6 +42,13 @@ def test_where_seconds_go_by_tokens_a_level_switched_off_takes_as_long_as_was_sa
     assert now + saved["perf/saved_completions_time"] == pytest.approx(seconds(1000, 900))
 
 
+def test_pruning_is_worth_what_it_saves_over_the_noise_that_it_adds() -> None:
+    """13 s, and without pruning 2.6 s and 11.7 s of tokens and the 7 s of a sync."""
+    step = STEP | {"perf/step_time": 13.0, "prune/variance_inflation": 1.5}
+    assert saved_seconds(step)["perf/pruning_efficiency"] == pytest.approx((2.6 + 11.7 + 7.0) / 13.0 / 1.5)
+    assert "perf/pruning_efficiency" not in saved_seconds(step | {"prune/variance_inflation": 0.0})
+
+
 def test_a_step_that_trained_on_nothing_has_no_seconds_per_trained_token() -> None:
     step = STEP | {"perf/deliver_time": 0.0, "perf/log_probs_time": 0.0, "perf/actor_train_time": 0.0}
     del step["train/tokens"]

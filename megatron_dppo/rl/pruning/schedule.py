@@ -76,14 +76,26 @@ def inflation(squares: Floats, inclusion: Floats) -> float:
     return float((squares[ever] / inclusion[ever]).sum() / total) if total > 0.0 else 1.0
 
 
-def window_size(config: Config, step: int) -> int:
-    """N of a step: ``rollout.prompts_per_step``, divided by the kept share of completions if prompts refill the step.
+def window_size(config: Config, step: int, inflation: float = 1.0) -> int:
+    """N of a step, the number of prompts that it considers.
 
-    CPPO (arXiv:2503.22342, section 4.3) fills the place of pruned completions with those of further questions. Here the
-    window is fixed before any draw, and N and Z grow with it, so that an unbiased rule stays unbiased.
+    - ``rollout.prompts_per_step`` as a rule.
+    - Divided by the kept share of completions if prompts refill the step. CPPO (arXiv:2503.22342, section 4.3) fills
+      the place of pruned completions with those of further questions. Here the window is fixed before any draw, and N
+      and Z grow with it, so that an unbiased rule stays unbiased.
+    - Times ``inflation`` over ``pruning.noise`` if that is set, since the variance of a step is proportional to
+      inflation/N. It is fixed before any draw as well: the inflation is that of earlier steps.
+
+    Args:
+        config: of the run.
+        step: counted from 0.
+        inflation: by how much pruning has multiplied the variance of earlier steps, at least 1.
     """
-    prompts, completions = config.rollout.prompts_per_step, config.pruning.completions
-    if config.pruning.refill == "none" or completions.rule == "none":
+    prompts, pruning = config.rollout.prompts_per_step, config.pruning
+    if pruning.noise:
+        return max(1, round(prompts * inflation / pruning.noise))
+    completions = pruning.completions
+    if pruning.refill == "none" or completions.rule == "none":
         return prompts
     return round(prompts / scheduled_keep(completions.keep, completions.schedule, step, config.run.steps))
 

@@ -90,6 +90,12 @@ def config(refill: str, rule: str = "neyman", keep: float = 0.25, **schedule: ob
     return Config(pruning=PruningConfig(completions=completions, refill=refill))
 
 
+def test_a_step_considers_as_many_more_prompts_as_pruning_made_earlier_ones_noisier():
+    equal, twice = (replace(config("none"), pruning=PruningConfig(noise=noise)) for noise in (1.0, 2.0))
+    assert [window_size(equal, 0, inflation) for inflation in (1.0, 1.25, 2.0)] == [64, 80, 128]
+    assert [window_size(twice, 0, inflation) for inflation in (1.0, 1.25, 2.0)] == [32, 40, 64]
+
+
 def test_the_window_grows_by_what_completion_pruning_saves():
     assert window_size(config("none"), 0) == 64
     assert window_size(config("prompts"), 0) == 256
