@@ -166,6 +166,12 @@ def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_p
             raise UserError(f"data.train[{number}].weight", f"{source.weight:g}", problem, remedy)
 
 
+def widest_window(pool: Pool[Any]) -> int:
+    """The most prompts of a window in which each source of the pool has its share."""
+    total = sum(source.weight for source in pool.sources)
+    return min(int(len(source.items) * total / source.weight) for source in pool.sources)
+
+
 class PromptSampler:
     """The data order and the prompts' reward history. It learns of a step after the step's plan is made."""
 
@@ -181,12 +187,13 @@ class PromptSampler:
         pool_size = len(pool)
         ramp = round(config.pruning.completions.schedule.ramp * config.run.steps)
         if (widest := max(window_size(config, step) for step in (0, ramp))) > pool_size:
-            grown = f"makes windows of {widest} with pruning.refill, which " if config.pruning.refill != "none" else ""
+            by = "pruning.noise" if config.pruning.noise else "pruning.refill"
+            grown = f"makes windows of {widest} with {by}, which " if widest > config.rollout.prompts_per_step else ""
             problem = f"{grown}is more than the {pool_size} prompts of the pool, and a window holds no prompt twice"
             remedy = "Lower it, or give more prompts"
             raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, remedy)
         check_shares(pool, widest)
-        self._config, self._pool_size = config, pool_size
+        self._config, self._pool_size, self._widest = config, pool_size, widest_window(pool)
         self._objective = objective_for(config.loss)
         self._order = order_of(pool, config.run.seed)
         prompts = config.pruning.prompts
@@ -204,8 +211,8 @@ class PromptSampler:
         return self._draw(step, self._order.next_window(self._window(step)))
 
     def _window(self, step: int) -> int:
-        """N of a step, which no window that ``pruning.noise`` grows passes the pool with."""
-        return min(window_size(self._config, step, self._inflation), self._pool_size)
+        """N of a step. ``pruning.noise`` lets it grow as far as the pool suffices."""
+        return min(window_size(self._config, step, self._inflation), self._widest)
 
     def select_more(self, step: int, so_far: StepMetadata, rounds: int) -> Selection | None:
         """Draw further prompts of a step that is to have as many groups of mixed reward as its window has prompts; None

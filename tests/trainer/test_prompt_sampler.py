@@ -286,3 +286,23 @@ def test_prompts_are_asked_longest_expected_first_and_drawn_as_before() -> None:
     assert_same(resumed.select(4), longest)
     places = np.arange(WINDOW)
     assert np.corrcoef(longest.prompt_ids, places)[0, 1] < -0.8 < np.corrcoef(plain.prompt_ids, places)[0, 1]
+
+
+def test_equal_noise_takes_no_more_prompts_than_every_source_has_a_share_of() -> None:
+    """Steps that pruning made 50 times noisier would want hundreds of prompts; the first source has 20, which is a
+    quarter."""
+    config = sampler_config(rule="none")
+    config = replace(config, pruning=replace(config.pruning, noise=1.0))
+    prompts = made_up_prompts(120)
+    sampler = PromptSampler(config, PromptPool([SourcePool(prompts[:20], 1.0), SourcePool(prompts[20:], 3.0)]))
+    for step, window in enumerate((WINDOW, 80)):
+        selection = sampler.select(step)
+        assert selection.window == window == len(set(selection.prompt_ids.tolist()))
+        sampler.remember(rolled_out(selection, np.full(120, 0.5)), inflation=50.0)
+
+
+def test_a_pool_that_is_too_small_for_the_noise_is_refused_by_its_name() -> None:
+    config = sampler_config()
+    config = replace(config, pruning=replace(config.pruning, noise=0.5))
+    with pytest.raises(UserError, match=f"windows of {2 * WINDOW} with pruning.noise"):
+        PromptSampler(config, made_up_pool(2 * WINDOW - 1))
