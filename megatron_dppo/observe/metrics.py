@@ -300,9 +300,9 @@ def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
             training = 1.0 - (1.0 - generation) * trained / (trained + pruned) if trained + pruned else generation
             saved = f"{100 * generation:.0f}% of the tokens to roll out and {100 * training:.0f}% of those to train on"
             yield f"pruning saved about {saved}"
-        if efficiency := summary.get("pruning_efficiency"):
-            share = f"{1.0 / efficiency:.2f} times that without pruning; of a smaller batch: 1"
-            yield f"variance × seconds of a step, estimated: {share}"
+            if efficiency := summary.get("pruning_efficiency"):
+                step = "that of a step without pruning, of whatever batch size"
+                yield f"estimated variance × seconds of a step: {1.0 / efficiency:.2f} times {step}"
         if summary["discarded_groups"]:
             yield f"{summary['discarded_groups']:,} groups were rolled out and discarded, which saved nothing"
         yield from _noise(summary)
