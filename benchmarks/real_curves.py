@@ -1,6 +1,6 @@
 """Held-out accuracy over seconds: SmolLM2-135M on problems of two steps, unpruned, pruned and by TRL.
 
-    python benchmarks/real_curves.py [--seeds 3] [--arms unpruned trl] [--earlier FILE ...] [--picture PNG] [--json]
+    python benchmarks/real_curves.py [--seeds 3] [--arms "TRL, 16 prompts"] [--earlier FILE] [--picture PNG] [--json]
 
 All arms start from the policy that ``configs/smollm2_steps.yaml`` says how to make, and train on its problems at a
 constant learning rate, each on two cores for about ten minutes. Seed by seed they run in turn. Seconds are those of the
@@ -30,7 +30,7 @@ from typing import Any
 from against_trl import Arm as Process
 from against_trl import trl_python
 from harness import arguments, finish, mean_and_reach, package_command, paired_ratio
-from pruning_speedup import arm, trained
+from pruning_speedup import FEW, arm, trained
 
 HERE = Path(__file__).parent
 CONFIG = "configs/smollm2_steps.yaml"
@@ -52,12 +52,11 @@ class Arm:
     colour: str
 
 
-STRONG = ("pruning.prompts.keep=0.4", "pruning.completions.keep=0.3", "pruning.max_weight=10")
 ARMS = {
     BASELINE: Arm(24, 5.6e-5, arm("none", "none"), "#475569"),
     "unpruned, 16 prompts": Arm(44, 4e-5, arm("none", "none", "rollout.prompts_per_step=16"), "#94a3b8"),
     "pruned, default": Arm(36, 4.7e-5, (), "#2563eb"),
-    "pruned, strong": Arm(48, 3.5e-5, STRONG, "#ea580c"),
+    "pruned, strong": Arm(48, 3.5e-5, FEW, "#ea580c"),
     TRL: Arm(16, 4e-5, (), "#16a34a"),
 }
 Points = list[tuple[float, float]]
@@ -118,8 +117,10 @@ def points_of(rows: Sequence[dict[str, float]]) -> Iterator[tuple[float, float]]
 def seconds_to(points: Points, accuracy: float) -> float | None:
     """When the line through the evaluations first reaches an accuracy; None if it does not."""
     for (start, below), (end, value) in pairwise(points):
+        if below >= accuracy:
+            return start
         if value >= accuracy:
-            return start + (end - start) * max(accuracy - below, 0.0) / (value - below) if value > below else end
+            return start + (end - start) * (accuracy - below) / (value - below)
     return None
 
 
@@ -143,7 +144,7 @@ def compared(runs: Sequence[dict[str, Any]], name: str, accuracy: float) -> dict
             for seed, first, found in zip(seeds, times[BASELINE], times[name], strict=True)
             if first and not found
         ],
-        "seconds_per_step": statistics.fmean(run["seconds_per_step"] for run in runs if run["arm"] == name),
+        "seconds_per_step": statistics.fmean(each[-1][0] for each in own.values()) / ARMS[name].steps,
     }
 
 
@@ -184,16 +185,14 @@ def main() -> None:
     )
     options = parser.parse_args()
     runs = [run for file in options.earlier for run in json.loads(file.read_text(encoding="utf-8"))["runs"]]
-    words = [CONFIG, *data_of(options), f"model.path={options.folder / 'warm'}", "optimizer.schedule=constant", *ASKED]
+    words = [CONFIG, *data_of(options), f"model.path={options.folder / 'warm'}", *ASKED]
     folder = Path(tempfile.mkdtemp(prefix="real-curves-"))
     try:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             for number, name in enumerate(options.arms):
                 place = folder / f"{number}-{seed}"
                 rows = by_trl(options, seed, place) if name == TRL else by_us(ARMS[name], words, seed, place)
-                seconds = statistics.median(row["perf/step_time"] for row in rows if row["step"])
-                points = list(points_of(rows))
-                runs.append({"arm": name, "seed": seed, "seconds_per_step": seconds, "points": points})
+                runs.append({"arm": name, "seed": seed, "points": list(points_of(rows))})
                 print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(folder)
