@@ -14,7 +14,9 @@ from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, prose, text_of
 
 README = "README.md"
-CURVE: dict[str, Any] = json.loads((ROOT / "benchmarks/results/speed_curve.json").read_text())
+RESULTS = ROOT / "benchmarks/results"
+CURVE: dict[str, Any] = json.loads((RESULTS / "speed_curve.json").read_text())
+REAL: list[dict[str, Any]] = json.loads((RESULTS / "real_curves.json").read_text())["runs"]
 ROW = re.compile(r"^.*\|.*$", re.MULTILINE)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 
@@ -39,9 +41,7 @@ def test_it_is_short_and_plain() -> None:
 
 
 def _said_of_the_curve() -> list[str]:
-    """What a page that shows the picture has to say of it."""
     arms, smaller = CURVE["arms"], CURVE["smaller"]
-    shown = ("unpruned, 64 prompts", smaller)
     strong, default = arms["pruned, strong"], arms["pruned, default"]
     prompts = re.search(r"\d+", smaller)
     assert prompts is not None
@@ -52,7 +52,20 @@ def _said_of_the_curve() -> list[str]:
         f"64 unpruned prompts a step reached 60% accuracy in {seconds['unpruned, 64 prompts']}",
         f"Default pruning took {seconds['pruned, default']}, strong pruning {seconds['pruned, strong']}",
         f"{prompts[0]} unpruned prompts {seconds[smaller]}",
-        *(f"{arm.split(', ')[1]} without pruning {value}" for arm, value in seconds.items() if arm in shown),
+    ]
+
+
+def _said_of_the_picture() -> list[str]:
+    """What a page that shows the real language model's curves has to say of them."""
+    *own, trl = {run["arm"]: [other["points"] for other in REAL if other["arm"] == run["arm"]] for run in REAL}.values()
+    assert [len(seeds) for seeds in own] == [3, 3, 3, 3]
+    first, last = ([[100 * points[i][1] for points in seeds] for seeds in own] for i in (0, -1))
+    ends = [sum(each) / len(each) for each in last]
+    (_, _), (soon, low), *_, (late, high) = trl[0]
+    said = f"TRL is at {100 * low:.0f}% after {soon / 60:.0f} minutes and {100 * high:.0f}% after {late / 60:.0f}"
+    return [
+        f"from {sum(first[0]) / 3:.0f}% to {min(ends):.0f}–{max(ends):.0f}% in 8 minutes",
+        f"{said}, one seed",
     ]
 
 
@@ -62,7 +75,7 @@ def test_the_smaller_batch_is_within_the_noise_of_pruning() -> None:
         assert low < 1 < high
 
 
-@pytest.mark.parametrize("said", _said_of_the_curve())
+@pytest.mark.parametrize("said", _said_of_the_curve() + _said_of_the_picture())
 def test_the_curve_s_figures_are_those_that_are_stored(said: str) -> None:
     assert said in " ".join(text_of(README).split())
 
