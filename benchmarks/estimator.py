@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from harness import arguments, finish
 from real_gradients import norm
-from training_stages import Stage, training_stages
+from training_stages import Stage, first_prompts, training_stages
 
 from megatron_dppo import config
 from megatron_dppo.config import PruningConfig
@@ -261,7 +261,8 @@ def main() -> None:
     rows: list[Row] = []
     stages = []
     with tempfile.TemporaryDirectory() as folder:
-        for stage in training_stages(options.prompts, options.samples, options.steps, Path(folder), options.settings):
+        sizes = options.prompts, options.samples, options.steps, Path(folder)
+        for stage in training_stages(*sizes, options.settings, first_prompts):
             rows += [row for objective in HELD for row in rows_of(stage, objective, options.draws)]
             stages.append(
                 {

@@ -1,12 +1,13 @@
-"""A real training run of half a million parameters, and the gradient of every completion at three stages of it."""
+"""A real training run of half a million parameters, visited at three stages; and the gradient of every completion."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -19,13 +20,14 @@ from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.schedule import mixed
-from megatron_dppo.rl.types import Floats, Selection, StepMetadata
+from megatron_dppo.rl.types import Floats, Ints, Selection, StepMetadata
 from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.settings import load_config
 from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.learner import PolicyLoss
 
+T = TypeVar("T")
 STAGES = {"early": 0.3, "middle": 0.7, "late": 0.87}
 """Sampled accuracy (the mean over three steps) from which on a stage is measured."""
 SETTINGS = (
@@ -61,8 +63,19 @@ class Stage:
         return norms
 
 
-def training_stages(prompts: int, samples: int, most_steps: int, folder: Path, settings: list[str]) -> Iterator[Stage]:
-    """Warm a policy up, train it, and measure it on the way. One rank, one thread."""
+def training_stages(
+    prompts: int, samples: int, most_steps: int, folder: Path, settings: list[str], visit: Callable[[Trainer, str], T]
+) -> Iterator[T]:
+    """Warm a policy up, train it, and visit it on the way. One rank, one thread.
+
+    Args:
+        prompts: of a step.
+        samples: completions of a prompt.
+        most_steps: after which the stages that are left are visited.
+        folder: where the run is.
+        settings: more of the run.
+        visit: is called with the trainer and the stage's name, and may train.
+    """
     sizes = [
         f"run.dir={folder / 'run'}",
         f"run.steps={most_steps}",
@@ -76,7 +89,7 @@ def training_stages(prompts: int, samples: int, most_steps: int, folder: Path, s
         larger = replace(config.data, arithmetic=replace(config.data.arithmetic, problems=7000))
         sft(replace(config, model=replace(config.model, path=str(folder / "initial")), data=larger))
     with alone(), ExitStack() as to_close:
-        yield from _train(replace(config, model=replace(config.model, path=str(folder / "warm"))), to_close)
+        yield from _train(replace(config, model=replace(config.model, path=str(folder / "warm"))), to_close, visit)
 
 
 @contextmanager
@@ -90,7 +103,7 @@ def alone() -> Iterator[None]:
             shut_down()
 
 
-def _train(config: Config, to_close: ExitStack) -> Iterator[Stage]:
+def _train(config: Config, to_close: ExitStack, visit: Callable[[Trainer, str], T]) -> Iterator[T]:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     workers = RewardWorkers(config.reward.function, workers=1, timeout_s=config.reward.timeout_s)
     trainer = Trainer(config, world, to_close.enter_context(closing(workers)), to_close)
@@ -98,8 +111,8 @@ def _train(config: Config, to_close: ExitStack) -> Iterator[Stage]:
     left, accuracy = dict(STAGES), [0.0, 0.0, 0.0]
     while left:
         name, mark = next(iter(left.items()))
-        if np.mean(accuracy[-3:]) >= mark or trainer.step == config.run.steps:
-            yield _measure(trainer, name)
+        if np.mean(accuracy[-3:]) >= mark or trainer.step >= config.run.steps:
+            yield visit(trainer, name)
             del left[name]
             continue
         rollouts = trainer.roll_out(trainer.select(trainer.step))
@@ -108,12 +121,22 @@ def _train(config: Config, to_close: ExitStack) -> Iterator[Stage]:
         accuracy.append(rollouts.metrics["rollout/accuracy"])
 
 
-def _measure(trainer: Trainer, name: str) -> Stage:
-    """Roll out the first prompts of the pool, and take the gradient of each completion."""
-    count = trainer.config.rollout.prompts_per_step
-    window = Selection(np.arange(count), np.ones(count), window=count)
-    seeds = trainer.config.run.steps + 1  # those of no step of the training
-    rollouts = trainer.roll_out(StepRollouts(window, seeds))
+def first_prompts(trainer: Trainer, name: str) -> Stage:
+    """The window of the pool's first prompts."""
+    return measure(trainer, name, np.arange(trainer.config.rollout.prompts_per_step))
+
+
+def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1) -> Stage:
+    """Roll out a window, and take the gradient of each completion.
+
+    Args:
+        trainer: of the run.
+        name: of the stage.
+        prompt_ids: of the window.
+        seeds: from 1; another number has other rollouts.
+    """
+    window = Selection(prompt_ids, np.ones(len(prompt_ids)), window=len(prompt_ids))
+    rollouts = trainer.roll_out(StepRollouts(window, trainer.config.run.steps + seeds))  # seeds of no training step
     metadata, actor = rollouts.metadata, trainer.policy.actor
     groups = [rollouts.held[row] for row in range(len(metadata.prompt_ids))]
     packs = single_packs(groups, np.ones_like(metadata.rewards), trainer.policy.pad_id)

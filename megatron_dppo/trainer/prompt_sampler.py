@@ -197,7 +197,7 @@ class PromptSampler:
         self._objective = objective_for(config.loss)
         self._order = order_of(pool, config.run.seed)
         prompts = config.pruning.prompts
-        self._history = PromptForecast(
+        self.history = PromptForecast(
             prompts.decay,
             PromptFeatures(pool),
             prompts.predictor,
@@ -236,7 +236,7 @@ class PromptSampler:
         pruning = self._config.pruning.prompts
         return select(
             window,
-            self._history,
+            self.history,
             pruning,
             group_size=self._config.rollout.samples_per_prompt,
             normalised=self._objective.normalise,
@@ -256,7 +256,7 @@ class PromptSampler:
         segments = advantages_of_segments(metadata, self._config, self._objective)
         known = completion_candidates(metadata, self._config, self._objective, segments)
         terms = known.score * metadata.prompt_inclusion[:, None]
-        judgement = self._history.judge_and_learn(
+        judgement = self.history.judge_and_learn(
             Outcomes(
                 prompt_ids=metadata.prompt_ids,
                 rewards=metadata.rewards,
@@ -271,9 +271,9 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""
-        return {"order": self._order.state_dict(), "history": self._history.state_dict(), "inflation": self._inflation}
+        return {"order": self._order.state_dict(), "history": self.history.state_dict(), "inflation": self._inflation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order.load_state_dict(state["order"])
-        self._history.load_state_dict(state["history"])
+        self.history.load_state_dict(state["history"])
         self._inflation = float(state.get("inflation", 1.0))

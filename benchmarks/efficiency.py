@@ -1,0 +1,332 @@
+"""What pruning is worth beside a smaller batch: variance × seconds of the unpruned step over those of another step.
+
+A step of fewer prompts, taken at random, has as much less cost as it has more variance, but for what a step costs
+whatever its size. This ratio, E, is therefore what a rule is worth at the gradient noise at which one trains.
+
+At three stages of a real training run, whole windows are rolled out, and the gradient of each completion is taken. V₀,
+the variance of a window's gradient g, is estimated from the window's prompts, as ``estimator.py`` says. D is the mean
+of ‖ĝ − g‖² over draws of a rule on the window, with the run's own record of prompts. Since the draws' mean is g, the
+variance of the step is V₀ + D. Under a biased rule this is its mean square error, if the bias is uncorrelated with g.
+
+Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to further steps of the run with 16 to 64
+prompts. Each completion that is trained on counts its prompt, too.
+
+All arms share windows, so that they are compared more exactly than V₀ is known. Intervals are 95%, by leaving each
+window out in turn (the jackknife). ``smaller_batch`` is an unpruned step of half of the prompts. ``bound`` is the best
+of two grids of shares: drawn as the rule does, and with more knowledge than it can have. This is of each prompt how
+many of 32 further answers are right, and of each completion its true norm.
+
+    python benchmarks/efficiency.py [--windows 10] [--draws 60] [--json] [SETTING=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from estimator import Window
+from harness import T_975, arguments, finish
+from pruning_speedup import FEW, FEWER, TOKENS, arm
+from pruning_speedup import HALF as HALF_OF_PROMPTS
+from real_gradients import norm
+from training_stages import SETTINGS, Stage, measure, training_stages
+
+from megatron_dppo.config import Config, replace
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.plan import take_groups
+from megatron_dppo.rl.pruning.draw import prune_minibatch, variance_inflation
+from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.prompt_rules import select
+from megatron_dppo.rl.types import Floats, Ints, Selection, StepMetadata
+from megatron_dppo.rollout.step_rollouts import StepRollouts
+from megatron_dppo.settings import load_config
+from megatron_dppo.train import Trainer
+
+SIZES = (16, 32, 64)
+"""Prompts of the steps by whose seconds costs are fitted."""
+KEEPS = (1.0, 0.85, 0.7, 0.5, 0.3), (1.0, 0.7, 0.5, 0.3, 0.2)
+"""Shares of prompts and of completions' tokens: the grid."""
+FURTHER = 4
+"""Further rollouts of a window, by whose right answers the bound knows how likely a prompt's group is to be mixed."""
+BASELINE, HALF, DEFAULT = "unpruned", "unpruned, half of the prompts", "pruned, default"
+ARMS: Mapping[str, tuple[str, ...]] = {
+    BASELINE: arm("none", "none"),
+    HALF: arm("none", "none"),
+    "unpruned, a quarter": arm("none", "none"),
+    DEFAULT: (),
+    "pruned, 0.7 / 0.3, weights to 10": (TOKENS, "pruning.max_weight=10"),
+    "pruned, 0.7 / 0.2, weights to 20": ("pruning.completions.keep=0.2", "pruning.max_weight=20"),
+    "pruned, 0.5 / 0.3, weights to 10": (*HALF_OF_PROMPTS, "pruning.max_weight=10"),
+    "pruned, 0.4 / 0.3, weights to 10": FEW,
+    "pruned, 0.3 / 0.3, weights to 10": FEWER,
+    "prompts 0.7 alone": arm("neyman", "none"),
+    "completions 0.5 alone": arm("none", "neyman"),
+    "threshold (DPPO's paper)": arm("threshold", "threshold"),
+    "top_k (CPPO)": arm("none", "top_k"),
+    "greso": arm("greso", "none"),
+}
+FRACTIONS = {HALF: 2, "unpruned, a quarter": 4}
+GENEROUS = ("pruning.prompts.floor=0.02", "pruning.max_weight=50")
+"""For the grid and the bound, so that no floor is what limits them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the bound knows of a window's prompts, in place of their record. [N] each."""
+
+    squares: Floats
+    tokens: Floats
+
+    def expected_square(self, prompt_ids: Ints, **_: object) -> Floats:
+        return self.squares
+
+    def expected_tokens(self, prompt_ids: Ints) -> Floats:
+        return self.tokens
+
+    def _nothing(self, prompt_ids: Ints) -> Ints:
+        return np.zeros(len(prompt_ids), np.int64)
+
+    last_magnitude = equal_visits = explore = _nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An arm's step on one window: means over its draws."""
+
+    noise: float
+    """D"""
+    sampling: float
+    """V₀ of the window."""
+    generated: float
+    trained: float
+    estimated: float
+    """``prune/variance_inflation``, by which a run estimates (V₀ + D)/V₀ itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an arm prunes."""
+
+    config: Config
+    history: PromptHistory | Known
+    metadata: StepMetadata
+    fraction: int = 1
+    """Of how many prompts one is taken at random, before any rule."""
+
+    def draw(self, rng: np.random.Generator) -> tuple[Floats, float, float, float]:
+        """Scales of all completions [n], tokens generated and trained on, and the estimated inflation."""
+        metadata, pruning = self.metadata, self.config.pruning
+        objective = objective_for(self.config.loss)
+        if self.fraction > 1:
+            count = len(metadata.prompt_ids) // self.fraction
+            chosen = rng.choice(metadata.prompt_ids, count, replace=False)
+            selection = Selection(chosen, np.ones(count), window=count)
+        else:
+            selection = select(
+                metadata.prompt_ids,
+                self.history,  # type: ignore[arg-type]
+                pruning.prompts,
+                group_size=metadata.rewards.shape[1],
+                normalised=objective.normalise,
+                keep=pruning.prompts.keep,
+                rng=rng,
+            )
+        order = np.argsort(selection.prompt_ids)
+        groups = np.searchsorted(metadata.prompt_ids, selection.prompt_ids[order])
+        part = dataclasses.replace(
+            take_groups(metadata, groups), prompt_inclusion=selection.inclusion[order], window=float(selection.window)
+        )
+        scales = np.zeros(metadata.rewards.shape)
+        if not len(groups):
+            return scales.ravel(), 0.0, 0.0, 1.0
+        pruned = prune_minibatch(part, self.config, objective, keep=pruning.completions.keep, rng=rng)
+        scales[groups] = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
+        inflation = variance_inflation([(part, pruned)])
+        return scales.ravel(), float(part.response_lengths.sum()), float(part.tokens[pruned.kept].sum()), inflation
+
+    def step(self, window: Window, draws: int) -> Step:
+        rng = np.random.default_rng(0)
+        scales, generated, trained, estimated = zip(*(self.draw(rng) for _ in range(draws)), strict=True)
+        noise = float(np.mean(norm(window.gram, np.array(scales) - window.full) ** 2))
+        sampling = window.sampling_noise * window.length**2
+        return Step(noise, sampling, *map(statistics.fmean, (generated, trained, estimated)))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a step, of a token generated and of a token trained on."""
+
+    step: float
+    generated: float
+    trained: float
+
+    def of(self, steps: Sequence[Step]) -> float:
+        generated, trained = (statistics.fmean(getattr(s, name) for s in steps) for name in ("generated", "trained"))
+        return self.step + self.generated * generated + self.trained * trained
+
+
+def costs_of(trainer: Trainer, repeats: int = 4) -> Costs:
+    """By steps of several sizes, which train on."""
+    rng = np.random.default_rng(trainer.step)
+    rows = []
+    for count in SIZES * repeats:
+        chosen = np.sort(rng.choice(len(trainer.pool), count, replace=False))
+        with trainer.timers("step"):
+            rollouts = trainer.roll_out(StepRollouts(Selection(chosen, np.ones(count), window=count), trainer.step))
+            learned = trainer.train(trainer.plan(rollouts), rollouts)
+        seconds = trainer.timers.take()
+        trainer.step += 1
+        rolling_out = seconds["perf/rollout_time"]
+        rest = seconds["perf/step_time"] - rolling_out
+        rows.append((rollouts.metadata.response_lengths.sum(), rolling_out, learned["train/tokens"], rest))
+    generated, rolling_out, trained, rest = np.array(rows, np.float64)[len(SIZES) :].T  # the first of each warms up
+    per_generated, once = np.polyfit(generated, rolling_out, 1)
+    per_trained, more = np.polyfit(trained, rest, 1)
+    return Costs(float(once + more), float(per_generated), float(per_trained))
+
+
+def with_interval(value: Callable[[Sequence[int]], float], windows: int) -> dict[str, Any]:
+    """A figure of all windows, and the 95% interval by leaving each out in turn (the jackknife)."""
+    everything = range(windows)
+    without = [value([i for i in everything if i != left]) for left in everything]
+    middle = statistics.fmean(without)
+    deviation = math.sqrt((windows - 1) / windows * sum((each - middle) ** 2 for each in without))
+    t = T_975[windows - 2] if windows - 2 < len(T_975) else 2.0
+    found = value(everything)
+    return {"efficiency": found, "interval": [found - t * deviation, found + t * deviation]}
+
+
+def judged(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, dict[str, Any]]:
+    """E of each arm with what it comes from, relative to the unpruned step."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, own in steps.items():
+
+        def efficiency(chosen: Sequence[int], own: Sequence[Step] = own) -> float:
+            base = [steps[BASELINE][i] for i in chosen]
+            these = [own[i] for i in chosen]
+            return costs.of(base) * sum(s.sampling for s in base) / (costs.of(these) * variance(these))
+
+        sampling = sum(step.sampling for step in own)
+        found[name] = {
+            **with_interval(efficiency, len(own)),
+            "variance": variance(own) / sampling,
+            "variance_estimated": statistics.fmean(step.estimated for step in own),
+            "seconds": costs.of(own) / costs.of(steps[BASELINE]),
+        }
+    return found
+
+
+def variance(steps: Sequence[Step]) -> float:
+    return sum(step.sampling + step.noise for step in steps)
+
+
+def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
+    """Everything of one stage."""
+    size, rng = trainer.config.rollout.prompts_per_step, np.random.default_rng(0)
+    chosen = rng.permutation(len(trainer.pool))[: options.windows * size].reshape(-1, size)
+    if len(chosen) < options.windows:
+        raise SystemExit(f"--windows {options.windows} of {size} prompts are more than the pool's {len(trainer.pool)}")
+    configs = {each: configured(trainer, *settings) for each, settings in ARMS.items()}
+    configs |= {
+        f"grid {p:g} / {c:g}": configured(trainer, *GENEROUS, *_keeps(p, c)) for p in KEEPS[0] for c in KEEPS[1]
+    }
+    steps: dict[str, list[Step]] = {}
+    right, live = [], []
+    for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
+        stage = measure(trainer, name, prompt_ids, seeds=1 + number * (FURTHER + 1))
+        window = Window(stage, trainer.config.loss.name)
+        right.append(float((stage.metadata.rewards == 1.0).mean()))
+        live.append(float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()))
+        for each, way in ways(trainer, stage, configs, 2 + number * (FURTHER + 1)):
+            steps.setdefault(each, []).append(way.step(window, options.draws))
+    step = trainer.step
+    costs = costs_of(trainer)
+    arms = judged(steps, costs)
+    grid, known = (
+        {each.removeprefix(word): found for each, found in arms.items() if each.startswith(word)}
+        for word in ("grid ", "known ")
+    )
+    bound = max(_best(grid), _best(known), key=lambda found: found["efficiency"])
+    own = {each: arms[each] for each in ARMS}
+    return {
+        "stage": name,
+        "step": step,
+        "accuracy": statistics.fmean(right),
+        "mixed_groups": statistics.fmean(live),
+        "seconds": dataclasses.asdict(costs),
+        "unpruned_step_s": costs.of(steps[BASELINE]),
+        "rolling_out": costs.generated * steps[BASELINE][0].generated / costs.of(steps[BASELINE]),
+        "arms": own,
+        "grid": {keep: found["efficiency"] for keep, found in grid.items()},
+        "best_of_grid": _best(grid),
+        "best_known": _best(known),
+        "bound": bound,
+        "smaller_batch": own[HALF],
+        "default_efficiency": own[DEFAULT]["efficiency"],
+        "default_over_bound": own[DEFAULT]["efficiency"] / bound["efficiency"],
+    }
+
+
+def _best(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    keep = max(found, key=lambda keep: found[keep]["efficiency"])
+    return {"keep": keep, **found[keep]}
+
+
+def _keeps(prompts: float, completions: float) -> tuple[str, str]:
+    return f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}"
+
+
+def configured(trainer: Trainer, *settings: str) -> Config:
+    """The run's configuration with these settings of pruning."""
+    pruning = load_config("configs/quickstart.yaml", [*SETTINGS, *settings]).pruning
+    return replace(trainer.config, pruning=pruning)
+
+
+def ways(trainer: Trainer, stage: Stage, configs: Mapping[str, Config], seeds: int) -> Iterator[tuple[str, Way]]:
+    """All arms, the grid and the bound on a window; ``seeds`` are those of the further rollouts."""
+    history, metadata = trainer.sampler.history, stage.metadata
+    for name, config in configs.items():
+        yield name, Way(config, history, metadata, FRACTIONS.get(name, 1))
+    ids, samples = metadata.prompt_ids, metadata.rewards.shape[1]
+    selection = Selection(ids, np.ones(len(ids)), window=len(ids))
+    right, tokens = np.zeros((2, len(ids)))
+    for number in range(FURTHER):
+        rollouts = trainer.roll_out(StepRollouts(selection, trainer.config.run.steps + seeds + number))
+        right += (rollouts.metadata.rewards == 1.0).sum(axis=1)
+        tokens += rollouts.metadata.response_lengths.mean(axis=1) / FURTHER
+    chance = (right + 0.5) / (FURTHER * samples + 1.0)
+    known = Known(1.0 - chance**samples - (1.0 - chance) ** samples, np.maximum(tokens, 1.0))
+    true = dataclasses.replace(metadata, score_norms=stage.unit_norms)
+    for name, config in configs.items():
+        if name.startswith("grid"):
+            yield name.replace("grid", "known"), Way(config, known, true)
+
+
+def main() -> None:
+    parser = arguments(
+        __doc__,
+        prompts=(64, "of a window"),
+        samples=(8, "completions per prompt"),
+        steps=(150, "most steps of training until the late stage is measured"),
+        windows=(10, "of each stage"),
+        draws=(60, "of each arm on each window"),
+    )
+    parser.add_argument("settings", nargs="*", help="more settings of the training")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = options.prompts, options.samples, options.steps, Path(folder)
+        stages = list(training_stages(*sizes, options.settings, lambda trainer, name: visited(trainer, name, options)))
+    finish({"stages": stages}, options)
+
+
+if __name__ == "__main__":
+    main()
