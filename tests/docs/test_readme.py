@@ -16,6 +16,7 @@ from tests.docs.documents import ROOT, prose, text_of
 README = "README.md"
 RESULTS = ROOT / "benchmarks/results"
 CURVE: dict[str, Any] = json.loads((RESULTS / "speed_curve.json").read_text())
+EFFICIENCY: list[dict[str, Any]] = json.loads((RESULTS / "efficiency.json").read_text())["stages"]
 REAL: list[dict[str, Any]] = json.loads((RESULTS / "real_curves.json").read_text())["runs"]
 ROW = re.compile(r"^.*\|.*$", re.MULTILINE)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
@@ -67,6 +68,16 @@ def _said_of_the_picture() -> list[str]:
         f"from {sum(first[0]) / 3:.0f}% to {min(ends):.0f}–{max(ends):.0f}% in 8 minutes",
         f"{said}, one seed",
     ]
+
+
+def test_efficiency_is_told_as_it_is_stored() -> None:
+    page, readme = (" ".join(text_of(name).split()) for name in ("docs/pruning_measured.md", README))
+    for arm in EFFICIENCY[0]["arms"].keys() - {"unpruned"}:
+        found = [stage["arms"][arm] for stage in EFFICIENCY]
+        cells = ("{:.2f} [{:.2f}, {:.2f}]".format(each["efficiency"], *each["interval"]) for each in found)
+        assert f"| {' | '.join(cells)} |" in page, arm
+    early, middle, late = (f"{stage['default_efficiency']:.2f}" for stage in EFFICIENCY)
+    assert f"[{early} times faster]" in readme and f"early in training, {middle} later, and {late} late" in readme
 
 
 def test_the_smaller_batch_is_within_the_noise_of_pruning() -> None:
