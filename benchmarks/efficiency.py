@@ -22,7 +22,6 @@ many of 32 further answers are right, and of each completion its true norm.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,11 +32,11 @@ from typing import Any
 import numpy as np
 import torch
 from estimator import Window
-from harness import T_975, arguments, finish
+from harness import arguments, finish, mean_and_reach
 from pruning_speedup import FEW, FEWER, TOKENS, arm
 from pruning_speedup import HALF as HALF_OF_PROMPTS
 from real_gradients import norm
-from training_stages import SETTINGS, Stage, measure, training_stages
+from training_stages import Stage, measure, training_stages
 
 from megatron_dppo.config import Config, replace
 from megatron_dppo.rl.objectives import objective_for
@@ -196,12 +195,10 @@ def costs_of(trainer: Trainer, repeats: int = 4) -> Costs:
 def with_interval(value: Callable[[Sequence[int]], float], windows: int) -> dict[str, Any]:
     """A figure of all windows, and the 95% interval by leaving each out in turn (the jackknife)."""
     everything = range(windows)
-    without = [value([i for i in everything if i != left]) for left in everything]
-    middle = statistics.fmean(without)
-    deviation = math.sqrt((windows - 1) / windows * sum((each - middle) ** 2 for each in without))
-    t = T_975[windows - 2] if windows - 2 < len(T_975) else 2.0
     found = value(everything)
-    return {"efficiency": found, "interval": [found - t * deviation, found + t * deviation]}
+    without = (value([i for i in everything if i != left]) for left in everything)
+    _, reach = mean_and_reach([windows * found - (windows - 1) * each for each in without])  # Tukey's pseudo-values
+    return {"efficiency": found, "interval": [found - reach, found + reach]}
 
 
 def judged(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, dict[str, Any]]:
@@ -286,7 +283,7 @@ def _keeps(prompts: float, completions: float) -> tuple[str, str]:
 
 def configured(trainer: Trainer, *settings: str) -> Config:
     """The run's configuration with these settings of pruning."""
-    pruning = load_config("configs/quickstart.yaml", [*SETTINGS, *settings]).pruning
+    pruning = load_config("configs/quickstart.yaml", settings).pruning
     return replace(trainer.config, pruning=pruning)
 
 
