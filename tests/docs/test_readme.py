@@ -62,10 +62,11 @@ def _said_of_the_picture() -> list[str]:
     assert [len(seeds) for seeds in own] == [3, 3, 3, 3]
     first, last = ([[100 * points[i][1] for points in seeds] for seeds in own] for i in (0, -1))
     ends = [sum(each) / len(each) for each in last]
+    longest = max(sum(points[-1][0] for points in seeds) / 180 for seeds in own)
     (_, _), (soon, low), *_, (late, high) = trl[0]
     said = f"TRL is at {100 * low:.0f}% after {soon / 60:.0f} minutes and {100 * high:.0f}% after {late / 60:.0f}"
     return [
-        f"from {sum(first[0]) / 3:.0f}% to {min(ends):.0f}–{max(ends):.0f}% in 8 minutes",
+        f"from {sum(first[0]) / 3:.0f}% to {min(ends):.0f}–{max(ends):.0f}% within {longest:.0f} minutes",
         f"{said}, one seed",
     ]
 
@@ -77,7 +78,7 @@ def test_efficiency_is_told_as_it_is_stored() -> None:
         cells = ("{:.2f} [{:.2f}, {:.2f}]".format(each["efficiency"], *each["interval"]) for each in found)
         assert f"| {' | '.join(cells)} |" in page, arm
     early, middle, late = (f"{stage['default_efficiency']:.2f}" for stage in EFFICIENCY)
-    assert f"[{early} times faster]" in readme and f"early in training, {middle} later, and {late} late" in readme
+    assert f"[{early} times faster]" in readme and f"early in training, {middle} later, {late} late" in readme
 
 
 def test_the_smaller_batch_is_within_the_noise_of_pruning() -> None:
