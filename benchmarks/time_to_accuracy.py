@@ -1,0 +1,353 @@
+"""Seconds to a held-out accuracy, each way to train at its own best learning rate: pruned, and with smaller batches.
+
+    python benchmarks/time_to_accuracy.py [--task word_problems] [--seeds 5] [--jobs 2] [--json]
+
+The design was fixed before the first run:
+
+- All arms start from the task's warmed-up policy. They differ in ``pruning.*``, in prompts per step and in the learning
+  rate, which is constant. What is compared is the time until held-out accuracy reaches ``Task.accuracy``: 90% of what
+  the largest unpruned batch had gained in ``Task.steps`` of a first run. A run that does not reach it within as much
+  work as ``--steps`` steps of that batch counts with all its seconds.
+- **Tuning**: each arm at three learning rates on one seed. While the fastest is the lowest or the highest of them, one
+  more is tried beyond it. The two fastest then have a second seed. The least geometric mean over both seeds wins.
+- **Measuring**: ``--seeds`` further seeds, on which nothing was chosen. Ratios are paired by seed; an interval is that
+  of their geometric mean (Student's t). The unpruned batch that all are compared with is the fastest one in tuning, and
+  so is the pruned arm of ``best_time_ratio``.
+- ``equal noise`` is not tuned. It has the learning rate, the prompts and the number of steps of the best unpruned
+  batch, with ``pruning.noise=1``. Both train to the end here, to compare final accuracies.
+- Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock seconds of all runs of
+  the call, so that other work on the machine strikes no arm alone. ``fit_error`` is the mean relative error between two
+  evaluations. Evaluations, checkpoints and start-up do not count.
+- An arm is evaluated after every twentieth of its work, on 400 problems; between evaluations accuracy is interpolated.
+
+Every run is appended to ``--store``. Called again, the script goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import arguments, finish, mean_and_reach, paired_ratio
+from pruning_speedup import FEW, TOKENS, arm
+from scipy.optimize import nnls
+from word_problems import prepared
+
+from megatron_dppo.observe.metrics import read_metrics
+
+FACTOR = 1.5
+"""Between neighbouring learning rates."""
+TUNING_SEEDS = 101, 102
+EVALUATIONS = 20
+EQUAL_NOISE = "equal noise: prompts 0.7, tokens 0.3"
+LESS = (TOKENS, "pruning.max_weight=10")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A way to train."""
+
+    prompts: int
+    """Per step, before pruning."""
+    cost: float
+    """A step's seconds over those of the largest unpruned batch, roughly: sets how many steps are as much work."""
+    lr: float
+    """The middle one of the first three."""
+    settings: tuple[str, ...]
+    """``pruning.*``"""
+
+
+OFF = arm("none", "none")
+UNPRUNED = {
+    f"unpruned, {n} prompts": Arm(n, n / 64, lr, OFF) for n, lr in ((64, 3.4e-4), (32, 2.3e-4), (16, 1.5e-4), (8, 1e-4))
+}
+ARMS: dict[str, Arm] = UNPRUNED | {
+    "default, 32 prompts": Arm(32, 0.32, 1.5e-4, ()),
+    "prompts 0.7, tokens 0.3, 32 prompts": Arm(32, 0.27, 1.5e-4, LESS),
+    "prompts 0.4, tokens 0.3, 64 prompts": Arm(64, 0.32, 1.5e-4, FEW),
+    "threshold (DPPO's paper), 32 prompts": Arm(32, 0.33, 1.5e-4, arm("threshold", "threshold")),
+    "top_k (CPPO), 32 prompts": Arm(32, 0.4, 1.5e-4, arm("none", "top_k")),
+    "greso, 32 prompts": Arm(32, 0.47, 1.5e-4, arm("greso", "none")),
+    "dynamic sampling (DAPO), 32 prompts": Arm(32, 0.8, 1.5e-4, arm("dynamic_sampling", "none")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all arms have in common."""
+
+    policy: Path
+    settings: Sequence[str]
+    accuracy: float
+    """To be reached."""
+    steps: int
+    """Of the largest unpruned batch, from which the accuracy was fixed."""
+
+    @classmethod
+    def named(cls, name: str) -> Task:
+        """The task by its name, with what it needs made where it is not there yet."""
+        if name == "sums":  # the policy is scripts/quickstart.sh's; from 10.5% to 86%
+            return cls(Path("runs/quickstart/warm"), ("layout.tp=1",), accuracy=0.78, steps=36)
+        made = prepared(Path("runs/word_problems"))
+        return cls(made.policy, made.settings, accuracy=0.72, steps=40)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A run at one evaluation: sums over all steps so far."""
+
+    step: int
+    accuracy: float
+    generated: float = 0.0
+    trained: float = 0.0
+    measured: float = 0.0
+    """Wall-clock seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    arm: str
+    lr: float
+    seed: int
+    points: list[Point]
+
+    @classmethod
+    def read(cls, line: str) -> Run:
+        given = json.loads(line)
+        return cls(**given | {"points": [Point(*point) for point in given["points"]]})
+
+    def line(self) -> str:
+        points = [[p.step, p.accuracy, p.generated, p.trained, round(p.measured, 3)] for p in self.points]
+        return json.dumps(asdict(self) | {"points": points})
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a step, of a token generated and of a token trained on."""
+
+    step: float
+    generated: float
+    trained: float
+    error: float
+
+    @classmethod
+    def of(cls, runs: Iterable[Run]) -> Costs:
+        spans = [(b.step - a.step, b.generated - a.generated, b.trained - a.trained, b.measured - a.measured)
+                 for run in runs for a, b in pairwise(run.points)]  # fmt: skip
+        table = np.array(spans, np.float64)
+        relative = table[:, :3] / table[:, 3:]
+        found, _ = nnls(relative, np.ones(len(table)))
+        return cls(*map(float, found), error=float(np.abs(relative @ found - 1.0).mean()))
+
+    def seconds(self, point: Point) -> float:
+        return self.step * point.step + self.generated * point.generated + self.trained * point.trained
+
+    def to(self, run: Run, accuracy: float) -> float:
+        """Seconds to the accuracy; of the whole run where it was not reached."""
+        for before, after in pairwise(run.points):
+            if after.accuracy >= accuracy:
+                share = (accuracy - before.accuracy) / (after.accuracy - before.accuracy)
+                return self.seconds(before) + share * (self.seconds(after) - self.seconds(before))
+        return self.seconds(run.points[-1])
+
+
+class Store:
+    """All runs so far, on disk."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._lock = file, threading.Lock()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        self.runs = {(run.arm, run.lr, run.seed): run for run in map(Run.read, lines)}
+
+    def add(self, run: Run) -> None:
+        with self._lock, self._file.open("a", encoding="utf-8") as file:
+            file.write(run.line() + "\n")
+            self.runs[run.arm, run.lr, run.seed] = run
+
+
+class Measurement:
+    """The runs of a call, in the order of the design."""
+
+    def __init__(self, task: Task, options: Any) -> None:
+        self.task, self.options, self.store = task, options, Store(options.store)
+        self.arms = {name: ARMS[name] for name in options.arms}
+        self.folder = Path(tempfile.mkdtemp(prefix="time-to-accuracy-"))
+        self.pool = ThreadPoolExecutor(options.jobs)
+
+    def run(self, name: str, own: Arm, lr: float, seed: int, *, whole: bool = False) -> Run:
+        """One training, unless the store has it; it ends when it has reached the accuracy, if not wanted whole."""
+        if found := self.store.runs.get((name, lr, seed)):
+            return found
+        folder = self.folder / f"{len(name)}-{own.prompts}-{lr}-{seed}-{threading.get_ident()}"
+        steps = math.ceil(self.options.steps / own.cost)
+        words = [*self.task.settings, f"model.path={self.task.policy}", f"run.dir={folder}", f"run.seed={seed}"]
+        words += [
+            f"run.steps={steps}",
+            f"optimizer.lr={lr:g}",
+            f"rollout.prompts_per_step={own.prompts}",
+            *own.settings,
+        ]
+        words += [f"eval.every={max(steps // EVALUATIONS, 1)}", "eval.problems=400"]
+        words += ["run.export=false", "run.checkpoint_every=0"]
+        command = [sys.executable, "-m", "megatron_dppo", "train", str(self.options.config), *words]
+        with folder.with_suffix(".log").open("w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+            while process.poll() is None:
+                time.sleep(0.5)
+                if (
+                    not whole
+                    and folder.exists()
+                    and any(row.get("eval/accuracy", 0.0) >= self.task.accuracy for row in read_metrics(folder))
+                ):
+                    process.terminate()
+                    process.wait()
+                    break
+        run = Run(name, lr, seed, list(points(read_metrics(folder))))
+        if len(run.points) < 2:
+            raise SystemExit(f"{name}: {folder.with_suffix('.log').read_text(encoding='utf-8')}")
+        self.store.add(run)
+        shutil.rmtree(folder)
+        print(name, f"{lr:g}", seed, *(f"{p.accuracy:.2f}" for p in run.points), file=sys.stderr, flush=True)
+        return run
+
+    def every(self, wanted: Iterable[tuple[str, Arm, float, int]]) -> list[Run]:
+        return list(self.pool.map(lambda each: self.run(*each), wanted))
+
+    def costs(self) -> Costs:
+        return Costs.of(self.store.runs.values())
+
+    def mean_seconds(self, name: str, lr: float, seeds: Sequence[int]) -> float:
+        costs = self.costs()
+        taken = [costs.to(self.store.runs[name, lr, seed], self.task.accuracy) for seed in seeds]
+        return statistics.geometric_mean(taken)
+
+    def tune(self) -> dict[str, float]:
+        """The best learning rate of each arm."""
+        first, second = TUNING_SEEDS
+        rates = {name: [rate(own.lr, by) for by in (-1, 0, 1)] for name, own in self.arms.items()}
+        self.every((name, self.arms[name], lr, first) for name, all_of in rates.items() for lr in all_of)
+        while True:
+            order = {
+                n: sorted(all_of, key=lambda lr, n=n: self.mean_seconds(n, lr, [first])) for n, all_of in rates.items()
+            }
+            further = [
+                (name, rate(order[name][0], 1 if order[name][0] == max(all_of) else -1))
+                for name, all_of in rates.items()
+                if order[name][0] in (min(all_of), max(all_of))
+            ]
+            if not further:
+                break
+            self.every((name, self.arms[name], lr, first) for name, lr in further)
+            for name, lr in further:
+                rates[name].append(lr)
+        self.every((name, self.arms[name], lr, second) for name in rates for lr in order[name][:2])
+        return {
+            name: min(order[name][:2], key=lambda lr, n=name: self.mean_seconds(n, lr, TUNING_SEEDS)) for name in rates
+        }
+
+    def best(self, rates: dict[str, float], names: Iterable[str]) -> str:
+        return min(names, key=lambda name: self.mean_seconds(name, rates[name], TUNING_SEEDS))
+
+    def result(self) -> dict[str, Any]:
+        rates = self.tune()
+        control = self.best(rates, [name for name in self.arms if name in UNPRUNED])
+        like = self.arms[control]
+        arms = self.arms | {EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], (*LESS, "pruning.noise=1"))}
+        rates[EQUAL_NOISE] = rates[control]
+        seeds = range(1, 1 + self.options.seeds)
+        for seed in seeds:
+            whole = {name: name in (control, EQUAL_NOISE) for name in arms}
+            jobs = [partial(self.run, name, arms[name], rates[name], seed, whole=whole[name]) for name in arms]
+            list(self.pool.map(lambda job: job(), jobs))
+        costs = self.costs()
+        runs = {name: [self.store.runs[name, rates[name], seed] for seed in seeds] for name in arms}
+        taken = {name: [costs.to(run, self.task.accuracy) for run in own] for name, own in runs.items()}
+        pruned = self.best(rates, [name for name in self.arms if name not in UNPRUNED])
+        ends = [[run.points[-1] for run in runs[name]] for name in (EQUAL_NOISE, control)]
+        mean, reach = mean_and_reach([a.accuracy - b.accuracy for a, b in zip(*ends, strict=True)])
+        table = {
+            name: {
+                "lr": rates[name],
+                "seconds": statistics.geometric_mean(taken[name]),
+                "reached": sum(run.points[-1].accuracy >= self.task.accuracy or self.reached(run) for run in own),
+                "time_ratio": paired_ratio(taken[control], taken[name]),
+                "step_s": statistics.fmean(costs.seconds(run.points[-1]) / run.points[-1].step for run in own),
+                "tuning": {
+                    f"{lr:g}": [costs.to(run, self.task.accuracy) for run in self.store.runs.values()
+                                if (run.arm, run.lr) == (name, lr) and run.seed in TUNING_SEEDS]
+                    for lr in sorted({run.lr for run in self.store.runs.values() if run.arm == name})
+                },
+            }
+            for name, own in runs.items()
+        }  # fmt: skip
+        return {
+            "task": self.options.task,
+            "accuracy": self.task.accuracy,
+            "costs": asdict(costs),
+            "control": control,
+            "best_pruned": pruned,
+            "best_time_ratio": table[pruned]["time_ratio"],
+            "equal_noise_time_ratio": table[EQUAL_NOISE]["time_ratio"],
+            "equal_noise_run_ratio": paired_ratio(*([costs.seconds(p) for p in end] for end in reversed(ends))),
+            "final_accuracy_difference": {"difference": mean, "interval": [mean - reach, mean + reach]},
+            "arms": table,
+        }
+
+    def reached(self, run: Run) -> bool:
+        return any(point.accuracy >= self.task.accuracy for point in run.points)
+
+
+def rate(lr: float, by: int) -> float:
+    """A neighbouring learning rate, to two digits."""
+    return float(f"{lr * FACTOR**by:.2g}")
+
+
+def points(rows: Sequence[dict[str, float]]) -> Iterable[Point]:
+    generated = trained = seconds = 0.0
+    for row in rows:
+        generated += row.get("rollout/generated_tokens", 0.0)
+        trained += row.get("train/tokens", 0.0)
+        seconds += row.get("perf/step_time", 0.0)
+        if "eval/accuracy" in row:
+            yield Point(int(row["step"]), row["eval/accuracy"], generated, trained, seconds)
+
+
+def main() -> None:
+    parser = arguments(
+        __doc__,
+        config=Path("configs/quickstart.yaml"),
+        seeds=5,
+        steps=(48, "of the largest unpruned batch, as much work as which a run may take"),
+        store=(Path("runs/time_to_accuracy.jsonl"), "all runs"),
+        jobs=(1, "runs at a time"),
+    )
+    parser.add_argument("--task", choices=("sums", "word_problems"), default="sums")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    options = parser.parse_args()
+    measurement = Measurement(Task.named(options.task), options)
+    try:
+        found = measurement.result()
+    finally:
+        measurement.pool.shutdown(cancel_futures=True)
+        shutil.rmtree(measurement.folder)
+    finish(found, options)
+
+
+if __name__ == "__main__":
+    main()
