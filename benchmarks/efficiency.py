@@ -26,6 +26,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from harness import arguments, finish, mean_and_reach
 from pruning_speedup import FEW, FEWER, TOKENS, arm
 from pruning_speedup import HALF as HALF_OF_PROMPTS
 from real_gradients import norm
-from training_stages import Stage, measure, training_stages
+from training_stages import TASKS, Stage, measure, training_stages
 
 from megatron_dppo.config import Config, replace
 from megatron_dppo.rl.objectives import objective_for
@@ -53,8 +54,6 @@ SIZES = (16, 32, 64)
 """Prompts of the steps by whose seconds costs are fitted."""
 KEEPS = (1.0, 0.85, 0.7, 0.5, 0.3), (1.0, 0.7, 0.5, 0.3, 0.2)
 """Shares of prompts and of completions' tokens: the grid."""
-FURTHER = 4
-"""Further rollouts of a window, by whose right answers the bound knows how likely a prompt's group is to be mixed."""
 BASELINE, HALF, DEFAULT = "unpruned", "unpruned, half of the prompts", "pruned, default"
 ARMS: Mapping[str, tuple[str, ...]] = {
     BASELINE: arm("none", "none"),
@@ -62,6 +61,29 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "unpruned, a quarter": arm("none", "none"),
     DEFAULT: (),
     "pruned, 0.7 / 0.3, weights to 10": (TOKENS, "pruning.max_weight=10"),
+    "pruned, 0.7 / auto, weights to 10": ("pruning.completions.keep=auto", "pruning.max_weight=10"),
+    "pruned, 0.7 / auto, weights to 5": ("pruning.completions.keep=auto",),
+    "pruned, 0.7 / auto at 0.5, weights to 10": (
+        "pruning.completions.keep=auto",
+        "pruning.max_weight=10",
+        "pruning.completions.generated_cost=0.5",
+    ),
+    "pruned, 0.7 / auto at 2, weights to 10": (
+        "pruning.completions.keep=auto",
+        "pruning.max_weight=10",
+        "pruning.completions.generated_cost=2",
+    ),
+    "pruned, 0.7 / auto, weights to 20": ("pruning.completions.keep=auto", "pruning.max_weight=20"),
+    "pruned, 0.5 / auto, weights to 10": (
+        "pruning.prompts.keep=0.5",
+        "pruning.completions.keep=auto",
+        "pruning.max_weight=10",
+    ),
+    "pruned, 0.5 / auto, weights to 20": (
+        "pruning.prompts.keep=0.5",
+        "pruning.completions.keep=auto",
+        "pruning.max_weight=20",
+    ),
     "pruned, 0.7 / 0.2, weights to 20": ("pruning.completions.keep=0.2", "pruning.max_weight=20"),
     "pruned, 0.5 / 0.3, weights to 10": (*HALF_OF_PROMPTS, "pruning.max_weight=10"),
     "pruned, 0.4 / 0.3, weights to 10": FEW,
@@ -238,11 +260,12 @@ def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
     steps: dict[str, list[Step]] = {}
     right, live = [], []
     for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
-        stage = measure(trainer, name, prompt_ids, seeds=1 + number * (FURTHER + 1))
+        seeds = 1 + number * (options.further + 1)
+        stage = measure(trainer, name, prompt_ids, seeds, TASKS[options.task].stride)
         window = Window(stage, trainer.config.loss.name)
         right.append(float((stage.metadata.rewards == 1.0).mean()))
         live.append(float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()))
-        for each, way in ways(trainer, stage, configs, 2 + number * (FURTHER + 1)):
+        for each, way in ways(trainer, stage, configs, seeds + 1, options.further):
             steps.setdefault(each, []).append(way.step(window, options.draws))
     step = trainer.step
     costs = costs_of(trainer)
@@ -251,7 +274,8 @@ def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
         {each.removeprefix(word): found for each, found in arms.items() if each.startswith(word)}
         for word in ("grid ", "known ")
     )
-    bound = max(_best(grid), _best(known), key=lambda found: found["efficiency"])
+    bests = {name: _best(found) for name, found in (("best_of_grid", grid), ("best_known", known)) if found}
+    bound = max(bests.values(), key=lambda found: found["efficiency"])
     own = {each: arms[each] for each in ARMS}
     return {
         "stage": name,
@@ -263,8 +287,7 @@ def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
         "rolling_out": costs.generated * steps[BASELINE][0].generated / costs.of(steps[BASELINE]),
         "arms": own,
         "grid": {keep: found["efficiency"] for keep, found in grid.items()},
-        "best_of_grid": _best(grid),
-        "best_known": _best(known),
+        **bests,
         "bound": bound,
         "smaller_batch": own[HALF],
         "default_efficiency": own[DEFAULT]["efficiency"],
@@ -287,19 +310,23 @@ def configured(trainer: Trainer, *settings: str) -> Config:
     return replace(trainer.config, pruning=pruning)
 
 
-def ways(trainer: Trainer, stage: Stage, configs: Mapping[str, Config], seeds: int) -> Iterator[tuple[str, Way]]:
-    """All arms, the grid and the bound on a window; ``seeds`` are those of the further rollouts."""
+def ways(
+    trainer: Trainer, stage: Stage, configs: Mapping[str, Config], seeds: int, further: int
+) -> Iterator[tuple[str, Way]]:
+    """All arms, the grid, and after so many ``further`` rollouts of the window, of these ``seeds``, the bound."""
     history, metadata = trainer.sampler.history, stage.metadata
     for name, config in configs.items():
         yield name, Way(config, history, metadata, FRACTIONS.get(name, 1))
+    if not further:
+        return
     ids, samples = metadata.prompt_ids, metadata.rewards.shape[1]
     selection = Selection(ids, np.ones(len(ids)), window=len(ids))
     right, tokens = np.zeros((2, len(ids)))
-    for number in range(FURTHER):
+    for number in range(further):
         rollouts = trainer.roll_out(StepRollouts(selection, trainer.config.run.steps + seeds + number))
         right += (rollouts.metadata.rewards == 1.0).sum(axis=1)
-        tokens += rollouts.metadata.response_lengths.mean(axis=1) / FURTHER
-    chance = (right + 0.5) / (FURTHER * samples + 1.0)
+        tokens += rollouts.metadata.response_lengths.mean(axis=1) / further
+    chance = (right + 0.5) / (further * samples + 1.0)
     known = Known(1.0 - chance**samples - (1.0 - chance) ** samples, np.maximum(tokens, 1.0))
     true = dataclasses.replace(metadata, score_norms=stage.unit_norms)
     for name, config in configs.items():
@@ -315,14 +342,20 @@ def main() -> None:
         steps=(150, "most steps of training until the late stage is measured"),
         windows=(10, "of each stage"),
         draws=(60, "of each arm on each window"),
+        further=(
+            4,
+            "rollouts of a window, by which the bound knows how likely a prompt's group is to be mixed; 0: none",
+        ),
     )
+    parser.add_argument("--task", choices=list(TASKS), default="sums")
     parser.add_argument("settings", nargs="*", help="more settings of the training")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         sizes = options.prompts, options.samples, options.steps, Path(folder)
-        stages = list(training_stages(*sizes, options.settings, lambda trainer, name: visited(trainer, name, options)))
-    finish({"stages": stages}, options)
+        visit = partial(visited, options=options)
+        stages = list(training_stages(TASKS[options.task], *sizes, options.settings, visit))
+    finish({"task": options.task, "stages": stages}, options)
 
 
 if __name__ == "__main__":

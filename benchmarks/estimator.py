@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from harness import arguments, finish
 from real_gradients import norm
-from training_stages import Stage, first_prompts, training_stages
+from training_stages import TASKS, Stage, first_prompts, training_stages
 
 from megatron_dppo import config
 from megatron_dppo.config import PruningConfig
@@ -262,7 +262,7 @@ def main() -> None:
     stages = []
     with tempfile.TemporaryDirectory() as folder:
         sizes = options.prompts, options.samples, options.steps, Path(folder)
-        for stage in training_stages(*sizes, options.settings, first_prompts):
+        for stage in training_stages(TASKS["sums"], *sizes, options.settings, first_prompts):
             rows += [row for objective in HELD for row in rows_of(stage, objective, options.draws)]
             stages.append(
                 {

@@ -61,13 +61,13 @@ def gradient(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss) -> to
     return torch.cat([parameter.main_grad.flatten() for parameter in actor.parameters()])
 
 
-def gradients(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss) -> torch.Tensor:
-    """[n, parameters], fp32: the gradient of each microbatch by itself."""
-    first = gradient(actor, microbatches[:1], loss)
+def gradients(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss, stride: int = 1) -> torch.Tensor:
+    """[n, parameters / stride], fp32: the gradient of each microbatch by itself, every so many of its coordinates."""
+    first = gradient(actor, microbatches[:1], loss)[::stride]
     rows = torch.empty(len(microbatches), len(first))
     rows[0] = first
     for row, microbatch in zip(rows[1:], microbatches[1:], strict=True):
-        row.copy_(gradient(actor, [microbatch], loss))
+        row.copy_(gradient(actor, [microbatch], loss)[::stride])
     return rows
 
 

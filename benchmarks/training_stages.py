@@ -1,9 +1,9 @@
-"""A real training run of half a million parameters, visited at three stages; and the gradient of every completion."""
+"""Real training runs, each visited at three stages; and the gradient of every completion of a window."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 from real_gradients import gradients, gram, single_packs
+from word_problems import Prepared, prepared
 
-from megatron_dppo.config import Config, replace
+from megatron_dppo.config import Config
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.world import initialize, shut_down
@@ -28,19 +29,51 @@ from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.learner import PolicyLoss
 
 T = TypeVar("T")
-STAGES = {"early": 0.3, "middle": 0.7, "late": 0.87}
-"""Sampled accuracy (the mean over three steps) from which on a stage is measured."""
-SETTINGS = (
-    "layout.tp=1",
-    "run.checkpoint_every=0",
-    "run.export=false",
-    "data.arithmetic.max_terms=4",
-    "rollout.max_response_tokens=48",
-    "optimizer.lr=4e-4",
-    "eval.every=0",
-    "eval.problems=0",
-    "sft.steps=300",
-)
+SETTINGS = ("run.checkpoint_every=0", "run.export=false", "eval.every=0", "eval.problems=0")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained, from which policy, and when it is visited."""
+
+    warmed_up: Callable[[Path, Sequence[str]], Path]
+    """From a folder for it, and the run's settings, to the policy: made there, or where it is already."""
+    stages: Mapping[str, float]
+    """Sampled accuracy (the mean over three steps) from which on a stage is measured."""
+    settings: Sequence[str]
+    config: str = "configs/quickstart.yaml"
+    stride: int = 1
+    """Of how many coordinates of a gradient one is looked at."""
+
+
+def sums_policy(folder: Path, settings: Sequence[str]) -> Path:
+    """A fresh policy of half a million parameters, warmed up on sums."""
+    write_model(folder / "initial", hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=448, std=0.05)
+    lessons = ["data.arithmetic.problems=7000", f"model.path={folder / 'initial'}", f"sft.out={folder / 'warm'}"]
+    with alone():
+        sft(load_config(TASKS["sums"].config, [*settings, *lessons]))
+    return folder / "warm"
+
+
+WORD_PROBLEMS, SMOLLM2 = Path("runs/word_problems"), Path("runs/smollm2_steps")
+ONE_RANK = ("layout.tp=1", "layout.dp=1")
+SUMS = ("data.arithmetic.max_terms=4", "rollout.max_response_tokens=48", "optimizer.lr=4e-4", "sft.steps=300")
+TASKS = {
+    "sums": Task(sums_policy, {"early": 0.3, "middle": 0.7, "late": 0.87}, (*ONE_RANK, *SUMS)),
+    "word_problems": Task(
+        lambda *_: prepared(WORD_PROBLEMS).policy,
+        {"early": 0.5, "middle": 0.65, "late": 0.8},
+        (*Prepared(WORD_PROBLEMS).settings, *ONE_RANK, "optimizer.lr=1.5e-4"),
+        stride=5,
+    ),
+    "smollm2_steps": Task(  # as configs/smollm2_steps.yaml says
+        lambda *_: SMOLLM2 / "warm",
+        {"early": 0.0, "middle": 0.55, "late": 0.65},
+        ONE_RANK,
+        config="configs/smollm2_steps.yaml",
+        stride=61,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +86,8 @@ class Stage:
     head_score_norms: Floats
     """[N, G], √Σ_t ‖e_t − p_t‖² by the policy head."""
     unit_gram: Floats
-    """[n, n], inner products of the gradients of Σ_t log p_t; 0 for completions of groups of equal rewards, whose
-    advantage is 0. On-policy every objective's g_i is A_i times that gradient."""
+    """[n, n], inner products of the gradients of Σ_t log p_t, of every ``Task.stride``-th coordinate; 0 for completions
+    of groups of equal rewards, whose advantage is 0. On-policy every objective's g_i is A_i times that gradient."""
 
     @property
     def unit_norms(self) -> Floats:
@@ -64,11 +97,18 @@ class Stage:
 
 
 def training_stages(
-    prompts: int, samples: int, most_steps: int, folder: Path, settings: list[str], visit: Callable[[Trainer, str], T]
+    task: Task,
+    prompts: int,
+    samples: int,
+    most_steps: int,
+    folder: Path,
+    settings: Sequence[str],
+    visit: Callable[[Trainer, str], T],
 ) -> Iterator[T]:
-    """Warm a policy up, train it, and visit it on the way. One rank, one thread.
+    """Train a warmed-up policy, and visit it on the way. One rank, one thread.
 
     Args:
+        task: what is trained.
         prompts: of a step.
         samples: completions of a prompt.
         most_steps: after which the stages that are left are visited.
@@ -81,15 +121,11 @@ def training_stages(
         f"run.steps={most_steps}",
         f"rollout.prompts_per_step={prompts}",
         f"rollout.samples_per_prompt={samples}",
-        f"sft.out={folder / 'warm'}",
     ]
-    config = load_config("configs/quickstart.yaml", [*SETTINGS, *sizes, *settings])
-    write_model(folder / "initial", hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=448, std=0.05)
-    with alone():
-        larger = replace(config.data, arithmetic=replace(config.data.arithmetic, problems=7000))
-        sft(replace(config, model=replace(config.model, path=str(folder / "initial")), data=larger))
+    words = [*SETTINGS, *task.settings, *sizes, *settings]
+    policy = task.warmed_up(folder, words)
     with alone(), ExitStack() as to_close:
-        yield from _train(replace(config, model=replace(config.model, path=str(folder / "warm"))), to_close, visit)
+        yield from _train(task, load_config(task.config, [*words, f"model.path={policy}"]), to_close, visit)
 
 
 @contextmanager
@@ -103,12 +139,12 @@ def alone() -> Iterator[None]:
             shut_down()
 
 
-def _train(config: Config, to_close: ExitStack, visit: Callable[[Trainer, str], T]) -> Iterator[T]:
+def _train(task: Task, config: Config, to_close: ExitStack, visit: Callable[[Trainer, str], T]) -> Iterator[T]:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
     workers = RewardWorkers(config.reward.function, workers=1, timeout_s=config.reward.timeout_s)
     trainer = Trainer(config, world, to_close.enter_context(closing(workers)), to_close)
     trainer.sync(0)
-    left, accuracy = dict(STAGES), [0.0, 0.0, 0.0]
+    left, accuracy = dict(task.stages), [0.0, 0.0, 0.0]
     while left:
         name, mark = next(iter(left.items()))
         if np.mean(accuracy[-3:]) >= mark or trainer.step >= config.run.steps:
@@ -126,7 +162,7 @@ def first_prompts(trainer: Trainer, name: str) -> Stage:
     return measure(trainer, name, np.arange(trainer.config.rollout.prompts_per_step))
 
 
-def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1) -> Stage:
+def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1, stride: int = 1) -> Stage:
     """Roll out a window, and take the gradient of each completion.
 
     Args:
@@ -134,6 +170,7 @@ def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1) -> St
         name: of the stage.
         prompt_ids: of the window.
         seeds: from 1; another number has other rollouts.
+        stride: of how many coordinates of a gradient one is looked at.
     """
     window = Selection(prompt_ids, np.ones(len(prompt_ids)), window=len(prompt_ids))
     rollouts = trainer.roll_out(StepRollouts(window, trainer.config.run.steps + seeds))  # seeds of no training step
@@ -146,6 +183,6 @@ def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1) -> St
     live = (mixed(metadata)[:, None] * samples + np.arange(samples)).ravel()
     products = np.zeros((metadata.rewards.size, metadata.rewards.size))
     if len(live):
-        products[np.ix_(live, live)] = gram(gradients(actor, [Microbatch(packs[i]) for i in live], loss))
+        products[np.ix_(live, live)] = gram(gradients(actor, [Microbatch(packs[i]) for i in live], loss, stride))
     score_norms = np.array(actor.score_norms(packs), np.float64).reshape(metadata.rewards.shape)
     return Stage(name, trainer.step, metadata, score_norms, products)

@@ -15,7 +15,6 @@ from megatron_dppo.config import (
     LossConfig,
     PromptPruningConfig,
     PruningConfig,
-    ScheduleConfig,
     replace,
 )
 from megatron_dppo.rl.types import StepPlan
@@ -133,12 +132,10 @@ def test_a_run_of_equal_noise_considers_more_prompts_and_goes_on_bit_by_bit(
     assert windows[0] == WINDOW < windows[-1]
 
 
-def test_scores_of_the_head_bounded_inflation_and_two_updates_go_together(
+def test_scores_of_the_head_the_most_efficient_share_and_two_updates_go_together(
     policy: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
-    completions = CompletionPruningConfig(
-        keep=0.1, score="head", schedule=ScheduleConfig(shape="adaptive", max_inflation=1.05)
-    )
+    completions = CompletionPruningConfig(keep="auto", score="head")
     config = settings(
         policy, tmp_path, TP2, PruningConfig(completions=completions), steps=2, name="gspo", updates_per_rollout=2
     )

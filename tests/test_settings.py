@@ -160,7 +160,7 @@ def test_every_setting_is_printed_under_its_meaning() -> None:
     for setting in settings().values():
         assert f"{setting.key.rpartition('.')[2]}:" in text
     assert "# Tensor-parallel ranks.\n  tp: 1\n" in text
-    assert "[constant, linear, cosine, adaptive]" in text.replace("\n      #", "")
+    assert "[constant, linear, cosine]" in text.replace("\n      #", "")
 
 
 @pytest.mark.parametrize(

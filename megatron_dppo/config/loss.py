@@ -7,7 +7,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_dppo.config.types import AboveZero, AtLeastOne, Count, Fraction, NonNegative, Positive, Section, Share
+from megatron_dppo.config.types import (
+    AboveZero,
+    AtLeastOne,
+    Count,
+    Fraction,
+    Keep,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+)
 from megatron_dppo.errors import UserError
 
 
@@ -144,12 +154,8 @@ class LossConfig(Section):
 
 
 class ScheduleConfig(Section):
-    shape: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
-    """How the kept share moves from 1 at the first step to ``keep``: at once, or along a line or half a cosine.
-    ``adaptive``: at every step the least share, from ``keep`` upwards, that keeps the estimated variance inflation of
-    this level under ``max_inflation``."""
-    max_inflation: AtLeastOne = 1.2
-    """adaptive: by how much this level may multiply the estimated sum of squares of the gradient's terms."""
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+    """How the kept share moves from 1 at the first step to ``keep``: at once, or along a line or half a cosine."""
     ramp: Share = 0.2
     """Share of the run over which a linear or cosine schedule gets there."""
     off_last: Share = 0.0
@@ -199,9 +205,12 @@ class CompletionPruningConfig(Section):
     function: str | None = None
     """A rule of your own, ``file.py:function`` or ``module:function``, in the place of ``rule``: from candidates and
     ``keep`` to inclusion probabilities."""
-    keep: Fraction = 0.5
+    keep: Keep = 0.5
     """neyman: share of the rolled-out tokens that is trained on; top_k, extremes: of the completions; threshold and
-    threshold_deterministic: 1 − r, the chance or share of the low-scored ones."""
+    threshold_deterministic: 1 − r, the chance or share of the low-scored ones. ``auto``, neyman alone: at each step the
+    share at which the gradient's estimated variance times the step's cost is least."""
+    generated_cost: NonNegative = 1.0
+    """keep=auto: what a generated token costs, where one that is trained on costs 1."""
     score: Literal["engine", "head", "advantage"] = "engine"
     """Proxy in neyman for a completion's gradient norm. ``engine``: the advantage times √Σ(1 − p)² of the tokens'
     rollout probabilities p, for free; ``head``: times the policy head's exact score norms, which costs a forward pass

@@ -19,6 +19,7 @@ AboveZero = Annotated[float, Gt(0.0)]
 AtLeastOne = Annotated[float, Ge(1.0)]
 NonNegative = Annotated[float, Ge(0.0)]
 Seconds = AboveZero
+Keep = Fraction | Literal["auto"]
 Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 

@@ -57,11 +57,13 @@ class Assumptions:
     mixed_share: float = 0.6
     """Share of prompts whose answers differ in reward: all that is trained on without a KL term, pruned or not, and
     what dynamic_sampling and greso roll out for. A guess; 1 - ``prune/zero_advantage_fraction`` of a run is better."""
-    steps_ratio: float | None = None
-    """Steps without pruning over steps with it, to the same accuracy: what the run's pruning costs in steps. None: what
-    was measured of as much pruning on sums (estimate/time.py); a run of your own task is better."""
+    variance: float | None = None
+    """By how much pruning multiplies the gradient's variance. None: what was measured of the same pruning on sums, in
+    three stages of a run (estimate/time.py); ``prune/variance_inflation`` of a run of your own is better."""
     low_share: float = 0.5
     """Share of scores below the mean, which the rules called threshold prune. A guess."""
+    efficient_share: float = 0.5
+    """Share of the tokens with a gradient that ``pruning.completions.keep=auto`` trains on."""
     pack_fill: float = 0.99
     """Share of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py finds 0.99)."""
     busy_share: float = 0.85

@@ -21,7 +21,7 @@ from megatron_dppo.estimate.memory import (
     shape_of,
 )
 from megatron_dppo.estimate.search import Change, Closest, Proposal, remedies, search
-from megatron_dppo.estimate.time import SHARES, LeverRow, StepTime, lever_table, measured_price, pruning_of, step_time
+from megatron_dppo.estimate.time import StepTime, measured_variance, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.trainer.preflight import Disk, check_config, disk_needed
@@ -79,33 +79,27 @@ class Plan:
         return self.unpruned.seconds / self.pruned.seconds
 
     @property
-    def steps_ratio(self) -> float | None:
-        """Steps without pruning over steps with it: assumed, or measured of as much pruning; None if neither."""
-        if self.assumptions.steps_ratio is not None:
-            return self.assumptions.steps_ratio
-        pruning = pruning_of(self.config)
-        price = measured_price(pruning) if pruning else None
-        return price and price.steps_ratio
+    def variance(self) -> tuple[float, float] | None:
+        """By how much pruning multiplies the gradient's variance, at least and at most; None if that is not known."""
+        given = self.assumptions.variance
+        return measured_variance(self.config) if given is None else (given, given)
 
     @property
-    def speed_up_to_accuracy(self) -> float | None:
-        """Times as fast to the same accuracy as without pruning; None if the price in steps is not known."""
-        return self.steps_ratio and self.speed_up * self.steps_ratio
+    def efficiency(self) -> tuple[float, float] | None:
+        """Seconds of an unpruned step of so many fewer prompts that it is as noisy, over those with pruning, at least
+        and at most; None if the variance is not known."""
+        if self.variance is None:
+            return None
+        worst, best = (self.smaller_batch(factor).seconds / self.pruned.seconds for factor in reversed(self.variance))
+        return worst, best
 
-    @property
-    def lever_shares(self) -> tuple[tuple[float, float], ...]:
-        """The share of a step that rollouts take, and that no lever shortens: of this run without pruning, its phases
-        one after the other, and then of three others, of which the second is not known and counts as none."""
-        phases = self.unpruned.phases
-        total = sum(phases.values())
-        fixed = sum(phases[phase] for phase in ("gradient reduction", "optimizer", "weight sync", "overhead"))
-        return (phases["generation"] / total, fixed / total), *((share, 0.0) for share in SHARES)
-
-    @property
-    def levers(self) -> tuple[LeverRow, ...]:
-        """Speed-ups of each lever at each of ``lever_shares``."""
-        mixed = self.assumptions.mixed_share if self.config.loss.equal_groups_idle else 1.0
-        return tuple(lever_table(self.lever_shares, mixed=mixed))
+    def smaller_batch(self, factor: float) -> StepTime:
+        """An unpruned step of as many fewer prompts."""
+        config = without_pruning(self.config)
+        prompts = max(1, round(config.rollout.prompts_per_step / factor))
+        fewer = replace(config, rollout=replace(config.rollout, prompts_per_step=prompts))
+        setup = Setup(fewer, shape_of(fewer.model.path), self.placement, self.assumptions)
+        return step_time(setup, concurrency=max(self.server.concurrency, 1))
 
 
 def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = None) -> Plan:
@@ -188,7 +182,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     for part, memory in ((found["actor"], plan.actor), (found["server"]["memory"], plan.server.memory)):
         part |= {"total": memory.total, "fits": memory.fits}
     found["disk"] |= {"total": plan.disk.total}
-    names = ("speed_up", "steps_ratio", "speed_up_to_accuracy", "lever_shares", "levers")
+    names = ("speed_up", "variance", "efficiency")
     found |= {name: to_jsonable_python(getattr(plan, name)) for name in names}
     times = ("pruned", "unpruned", "cost", "cost_unpruned", *names)
     return found if plan.fits else found | dict.fromkeys(times)

@@ -12,7 +12,6 @@ from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan, proposals
 from megatron_dppo.estimate.search import MOST_AT_ONCE, MOST_NODES, SPARE, nodes_of, with_settings
-from megatron_dppo.estimate.time import Gain, LeverRow
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 from megatron_dppo.trainer.preflight import size_text
@@ -24,10 +23,6 @@ COUNTED = {
     "tokens trained on": "trained",
 }
 """Words of the report for a step's work, by the fields of :class:`Work`."""
-
-
-MEASURED_ON = "measured on sums, with a policy of a million parameters"
-"""The only task and size for which it is known what pruning costs in steps (``estimate/time.py``)."""
 
 
 def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:
@@ -90,7 +85,7 @@ def as_text(made: Plan) -> Iterator[str]:
     yield ""
     if made.fits:
         yield "It fits."
-        for part in (_times, _levers, _costs):
+        for part in (_times, _efficiency, _costs):
             yield ""
             yield from part(made)
     else:
@@ -165,34 +160,16 @@ def _times(made: Plan) -> Iterator[str]:
         yield f"{what:<32}{left:>12}{right:>12}"
 
 
-def _levers(made: Plan) -> Iterator[str]:
-    if made.speed_up_to_accuracy is not None and made.steps_ratio is not None:
-        steps = f"if pruning takes {1 / made.steps_ratio:.2f} times as many steps here, too"
-        yield f"to the same accuracy {made.speed_up_to_accuracy:.2f}x as fast, {steps}"
-        if made.assumptions.steps_ratio is None:
-            yield f"  {MEASURED_ON}; assume.steps_ratio has your own"
-    yield "What a lever brings over a step that prunes nothing and generates before it trains, by the share of that"
-    yield "step that rollouts take. The first number: how many times as many steps in the same time. The second: how"
-    yield "many times as fast to the same accuracy, which is the first times the steps ratio (steps without pruning"
-    yield "over steps with it, to the same accuracy)."
-    yield f"Steps ratios were {MEASURED_ON}."
-    (own, _), *others = made.lever_shares
-    heads = [f"this run {own:.0%}", *(f"{share:.0%}" for share, _ in others)]
-    yield f"{'':<50}{'steps ratio':>11}" + "".join(f"{head:>15}" for head in heads)
-    for row in made.levers:
-        yield f"  {row.levers.words:<48}{ratio_text(row):>11}" + "".join(f"{gain_text(g):>15}" for g in row.gains)
-    if any(row.steps_ratio and not row.exact for row in made.levers):
-        yield "  * measured of the least pruning that leaves out as much or more"
-
-
-def ratio_text(row: LeverRow) -> str:
-    """Price of a lever in steps, with a star if it was measured of other pruning, which prunes more."""
-    return "unknown" if row.steps_ratio is None else f"{row.steps_ratio:.2f}" + "*" * (not row.exact)
-
-
-def gain_text(gain: Gain) -> str:
-    """Times as many steps in the same time, and times as fast to the same accuracy."""
-    return f"{gain.step:.2f}x " + ("?" if gain.accuracy is None else f"{gain.accuracy:.2f}x")
+def _efficiency(made: Plan) -> Iterator[str]:
+    """What pruning is worth beside a smaller batch."""
+    if made.variance is None or made.efficiency is None:
+        yield "The variance of this pruning was not measured: a smaller batch may do as well. Set assume.variance to a"
+        yield "run's prune/variance_inflation."
+        return
+    factor, worth = (" to ".join(f"{x:.2f}" for x in sorted({*pair})) for pair in (made.variance, made.efficiency))
+    whence = "measured on sums" if made.assumptions.variance is None else "assumed"
+    yield f"Pruning multiplies the gradient's variance by {factor} ({whence}). So does an unpruned step of as many"
+    yield f"fewer prompts, and takes {worth} times as long as the pruned one."
 
 
 def _costs(made: Plan) -> Iterator[str]:

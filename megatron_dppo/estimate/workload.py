@@ -289,12 +289,16 @@ def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, floa
             rolled = usable = window * (threshold + assume.low_share * keep)
         case rule:
             rolled = usable = window * (keep if rule == "neyman" else 1.0)
-    keep = scheduled_keep(pruning.completions.keep, pruning.completions.schedule, step, total)
-    match pruning.completions.named:
-        case "none":
-            keep = live
-        case "threshold" | "threshold_deterministic":
-            keep = live * (threshold + assume.low_share * keep)
-        case _:  # a budget of the tokens that were rolled out
-            keep = min(keep, live)
-    return rolled, usable * keep
+    match (
+        pruning.completions.named,
+        scheduled_keep(pruning.completions.keep, pruning.completions.schedule, step, total),
+    ):
+        case "none", _:
+            kept = live
+        case _, "auto":
+            kept = live * assume.efficient_share
+        case "threshold" | "threshold_deterministic", keep:
+            kept = live * (threshold + assume.low_share * keep)
+        case _, keep:  # a budget of the tokens that were rolled out
+            kept = min(keep, live)
+    return rolled, usable * kept

@@ -68,10 +68,10 @@ def adopt_rules(pruning: PruningConfig) -> None:
     """
     if (own := pruning.prompts.function) is not None:
         prompt_rules.adopt(own, load_function(prompt_rules.FUNCTION, own))
-        prompt_rules.prompt_rule(own).inclusion(PROMPTS, pruning.prompts.keep)
+        prompt_rules.prompt_rule(own).inclusion(PROMPTS, 0.5)
     if (own := pruning.completions.function) is not None:
         completion_rules.adopt(own, load_function(completion_rules.FUNCTION, own))
-        completion_rules.rule_named(own).inclusion(COMPLETIONS, pruning.completions.keep)
+        completion_rules.rule_named(own).inclusion(COMPLETIONS, 0.5)
 
 
 def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:

@@ -244,6 +244,7 @@ def _idle(config: Config) -> Iterator[str]:
         (rounds, ("pruning.max_rounds",)),
         (completions.rule != "none", ("pruning.completions.",)),
         (completions.named == "neyman", ("pruning.completions.score",)),
+        (completions.keep == "auto", ("pruning.completions.generated_cost",)),
         (config.optimizer.schedule != "constant", ("optimizer.min_lr",)),
         (not served and rollout.engine_function is None, ("rollout.max_batch",)),
         (served, OF_SERVERS),
@@ -265,7 +266,6 @@ def _idle(config: Config) -> Iterator[str]:
 
 
 def _schedule_read(level: str, schedule: ScheduleConfig) -> Iterator[tuple[bool, tuple[str, ...]]]:
-    yield schedule.shape == "adaptive", (f"pruning.{level}.schedule.max_inflation",)
     yield schedule.shape in ("linear", "cosine"), (f"pruning.{level}.schedule.ramp",)
 
 

@@ -228,7 +228,7 @@ def test_a_run_that_does_not_fit_has_no_times() -> None:
         and "GPU-hours" not in text
         and "generation" not in text
     )
-    assert all(found[name] is None for name in ("pruned", "unpruned", "cost", "cost_unpruned", "speed_up", "levers"))
+    assert all(found[name] is None for name in ("pruned", "unpruned", "cost", "cost_unpruned", "speed_up", "efficiency"))
     assert f"{made.actor.total / 2**30:.1f} of 79.2 GiB" in text
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
+from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.pack import prompts_shared
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.sequences import no_further
@@ -41,7 +42,7 @@ def step_metadata(
 
 
 def step_config(
-    *, rule: str = "neyman", keep: float = 0.5, max_weight: float = 5.0, pack: PackConfig | None = None, **loss: Any
+    *, rule: str = "neyman", keep: Keep = 0.5, max_weight: float = 5.0, pack: PackConfig | None = None, **loss: Any
 ) -> Config:
     """A configuration of what the planner reads."""
     return Config(

@@ -35,12 +35,14 @@ def test_it_wants_numpy_alone(tmp_path: Path):
     assert not succeeds("import pydantic")
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_mean": False, "prompt_lengths": 20}, {"logprobs": None}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sequence_mean": False, "prompt_lengths": 20}, {"logprobs": None}, {"budget": "auto"}]
+)
 def test_the_mean_weight_of_each_completion_is_one(options: dict[str, object], monkeypatch: pytest.MonkeyPatch):
     """Law 2 over an even grid of the draw's offset: that misses each probability by at most one part in ``DRAWS``."""
-    given = {**batch(), **options}
+    given = {**batch(), "budget": 0.4, **options}
     monkeypatch.setattr(np.random, "default_rng", FixedOffset)
-    draws = [prune(**given, budget=0.4, seed=(draw + 0.5) / DRAWS) for draw in range(DRAWS)]
+    draws = [prune(**given, seed=(draw + 0.5) / DRAWS) for draw in range(DRAWS)]
     mixed = np.broadcast_to(given["rewards"].std(axis=1, keepdims=True) > 0, draws[0].mask.shape)
     weights = np.array([kept.weights for kept in draws])
     np.testing.assert_allclose(weights.mean(axis=0), mixed, atol=2 * 5 / DRAWS)
@@ -65,6 +67,17 @@ def test_without_log_probabilities_the_advantage_alone_is_the_score():
     masks = [prune(*group, budget=0.5, sequence_mean=False, seed=seed).mask for seed in range(99)]
     often = np.mean(masks, axis=(0, 1))
     assert often[::2].min() > 0.9 > 0.7 > often[1::2].max()
+
+
+def test_a_trainer_may_have_advantages_of_its_own():
+    given = batch()
+    own = group_advantages(given["rewards"].astype(float), normalise=True)
+    for ours, expected in zip(prune(**given, advantages=own), prune(**given), strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    own[:, 1:] = 0.0
+    assert not prune(**given, advantages=own).mask[:, 1:].any()
+    with pytest.raises(ValueError, match="advantages"):
+        prune(**given, advantages=own[0])
 
 
 def test_log_probabilities_may_be_padded():

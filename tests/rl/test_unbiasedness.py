@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from megatron_dppo.config import Config, DistillationConfig, PackConfig, PromptPruningConfig, replace
+from megatron_dppo.config.types import Keep
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack, prompts_shared
-from megatron_dppo.rl.pruning import prompt_rules
+from megatron_dppo.rl.pruning import draw, prompt_rules
 from megatron_dppo.rl.pruning.completion_rules import adopt
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.pruning.history import PromptHistory
@@ -270,8 +271,8 @@ def relative_error(world: World, config: Config, monkeypatch: pytest.MonkeyPatch
     return float((expectation(world, config, monkeypatch, mistake) - full).norm() / full.norm())
 
 
-def settings(prompts: str, completions: str, **loss) -> Config:
-    config = step_config(rule=completions, keep=0.5, pack=PackConfig(max_tokens=16), **loss)
+def settings(prompts: str, completions: str, keep: Keep = 0.5, **loss) -> Config:
+    config = step_config(rule=completions, keep=keep, pack=PackConfig(max_tokens=16), **loss)
     rule = PromptPruningConfig(rule=prompts, keep=0.6)
     return replace(config, pruning=replace(config.pruning, prompts=rule))
 
@@ -295,6 +296,30 @@ def settings(prompts: str, completions: str, **loss) -> Config:
 )
 def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, prompts, completions, loss):
     assert relative_error(world, settings(prompts, completions, **loss), monkeypatch) < 1e-6
+
+
+@pytest.mark.parametrize("prompts", ["none", "neyman"])
+def test_so_it_is_where_the_share_is_the_most_efficient_one(world, monkeypatch, prompts):
+    config = settings(prompts, "neyman", keep="auto", name="grpo")
+    everything = world.metadata(Selection(np.arange(PROMPTS), np.ones(PROMPTS), window=PROMPTS))
+    pruned = prune_minibatch(everything, config, objective_for(config.loss), keep="auto", rng=np.random.default_rng(0))
+    assert 0.0 < pruned.inclusion[~pruned.zero_advantage].min() < 1.0
+    assert relative_error(world, config, monkeypatch) < 1e-6
+
+
+@pytest.mark.parametrize(("chosen", "biased"), [("before the draw", False), ("by what was drawn", True)])
+def test_a_share_that_knows_the_draw_is_biased(world, monkeypatch, chosen, biased):
+    """E[M/π] of every completion that has a gradient is 1, integrated over the draw's one number."""
+    config = settings("none", "neyman", keep="auto", name="grpo")
+    everything = world.metadata(Selection(np.arange(PROMPTS), np.ones(PROMPTS), window=PROMPTS))
+    offsets, total = (np.arange(2000) + 0.5) / 2000, 0.0
+    for offset in offsets:
+        if biased:
+            monkeypatch.setattr(draw, "efficient_keep", lambda *_, offset=offset: 0.3 if offset < 0.5 else 0.6)
+        given = {"keep": "auto", "rng": FixedOffset(offset)}
+        pruned = prune_minibatch(everything, config, objective_for(config.loss), **given)
+        total = total + np.where(pruned.kept, pruned.weight, 0.0) / len(offsets)
+    assert (np.abs(total[~pruned.zero_advantage] - 1.0).max() > 0.02) == biased
 
 
 @pytest.mark.parametrize(

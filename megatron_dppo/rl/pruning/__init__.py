@@ -8,7 +8,7 @@ of this project, with both levels, minibatches and packs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,6 +20,7 @@ from megatron_dppo.rl.pruning.completion_rules import (
     completion_inclusion,
     completion_weight,
     draw_completions,
+    efficient_keep,
 )
 from megatron_dppo.rl.types import Bools, Floats
 
@@ -41,8 +42,9 @@ def prune(
     lengths: ArrayLike,
     rewards: ArrayLike,
     logprobs: Sequence[Sequence[ArrayLike]] | None = None,
-    budget: float = 0.5,
+    budget: float | Literal["auto"] = 0.5,
     *,
+    advantages: ArrayLike | None = None,
     prompt_lengths: ArrayLike = 0,
     rule: str = "neyman",
     normalise: bool = True,
@@ -79,9 +81,13 @@ def prune(
             variance is higher.
         budget: share of all tokens, prompts' included, that is trained on. Under ``threshold`` it is the chance of the
             low-scored, 1 − r of the paper; under ``top_k`` and ``extremes``, which are biased, a share of completions.
+            ``auto``: the share at which variance × cost is least, if a generated token costs what a trained one does.
+        advantages: [Q, G], the trainer's own. None: rewards less their group's mean. Completions whose advantage is 0
+            are never kept.
         prompt_lengths: [Q] or one for all, tokens that a completion is trained together with.
         rule: a name in ``COMPLETION_RULES``.
-        normalise: whether advantages are divided by their group's standard deviation (as in GRPO, not in Dr.GRPO).
+        normalise: whether advantages are divided by their group's standard deviation (as in GRPO, not in Dr.GRPO);
+            without effect on a trainer's own.
         sequence_mean: whether a completion's loss is the mean over its tokens (GRPO), or their sum (DAPO, Dr.GRPO).
         max_weight: no weight is larger.
         seed: of the draw; another one in each step.
@@ -94,9 +100,15 @@ def prune(
         raise ValueError(f"lengths {length.shape} and rewards {reward.shape} should both be [prompts, completions].")
     if rule not in COMPLETION_RULES:
         raise ValueError(f"rule={rule!r} is none of {', '.join(COMPLETION_RULES)}.")
-    if not (0.0 < budget <= 1.0 <= max_weight and (length > 0).all() and np.isfinite(reward).all()):
+    share = 1.0 if budget == "auto" else budget
+    if not (0.0 < share <= 1.0 <= max_weight and (length > 0).all() and np.isfinite(reward).all()):
         raise ValueError("0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards.")
-    advantage = group_advantages(reward, normalise=normalise)
+    if advantages is None:
+        advantage = group_advantages(reward, normalise=normalise)
+    else:
+        advantage = np.asarray(advantages, np.float64)
+        if advantage.shape != length.shape or not np.isfinite(advantage).all():
+            raise ValueError(f"advantages {advantage.shape} should be finite, and {length.shape} as lengths are.")
     norm = 1.0 if logprobs is None else _score_norms(logprobs, length)
     candidates = CompletionCandidates(
         advantage=advantage,
@@ -105,9 +117,11 @@ def prune(
         floor=np.full_like(length, 1.0 / max_weight),
         zero_advantage=advantage == 0.0,
     )
-    inclusion = completion_inclusion(rule, candidates, budget)
+    if budget == "auto":
+        share = efficient_keep(rule, candidates, spent=float(length.sum()))
+    inclusion = completion_inclusion(rule, candidates, share)
     mask = draw_completions(rule, candidates, inclusion, np.random.default_rng(seed))
-    return Kept(mask, np.where(mask, completion_weight(rule, candidates, inclusion, budget), 0.0))
+    return Kept(mask, np.where(mask, completion_weight(rule, candidates, inclusion, share), 0.0))
 
 
 def _score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Floats) -> Floats:

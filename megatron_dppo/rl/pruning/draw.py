@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
+from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.advantages import (
     advantages_of_segments,
     completion_advantages,
@@ -27,9 +28,9 @@ from megatron_dppo.rl.pruning.completion_rules import (
     completion_inclusion,
     completion_weight,
     draw_completions,
+    efficient_keep,
 )
 from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
-from megatron_dppo.rl.pruning.schedule import adapted_keep
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
 
@@ -62,7 +63,7 @@ class PruningDraw:
 
 
 def prune_minibatch(
-    part: StepMetadata, config: Config, objective: Objective, *, keep: float, rng: np.random.Generator
+    part: StepMetadata, config: Config, objective: Objective, *, keep: Keep, rng: np.random.Generator
 ) -> PruningDraw:
     """Draw what a minibatch trains on.
 
@@ -78,13 +79,9 @@ def prune_minibatch(
     pruning = config.pruning.completions
     segments = advantages_of_segments(part, config, objective)
     candidates = completion_candidates(part, config, objective, segments)
-    if pruning.schedule.shape == "adaptive":
-        keep = adapted_keep(
-            keep,
-            pruning.schedule,
-            candidates.score**2,
-            lambda share: completion_inclusion(pruning.named, candidates, share),
-        )
+    if keep == "auto":
+        rollouts = pruning.generated_cost * float(part.response_lengths.sum())
+        keep = efficient_keep(pruning.named, candidates, rollouts)
     inclusion = completion_inclusion(pruning.named, candidates, keep)
     kept = draw_completions(pruning.named, candidates, inclusion, rng, draw=pruning.draw)
     z = normaliser(

@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike
 from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.sampling import DRAWS, Rule, below_mean, capped_proportional, draw_bernoulli, own_rule
-from megatron_dppo.rl.pruning.schedule import adapted_keep
 from megatron_dppo.rl.types import Floats, Ints, Selection
 
 FUNCTION = "pruning.prompts.function"
@@ -153,10 +152,6 @@ def select(
         explore=history.explore(window),
         floor=config.floor,
     )
-    if config.schedule.shape == "adaptive":
-        keep = adapted_keep(
-            keep, config.schedule, candidates.expected_square, lambda share: rule.inclusion(candidates, share)
-        )
     inclusion = rule.inclusion(candidates, keep)
     kept = (DRAWS[config.draw] if config.draw else rule.draw)(inclusion, rng)
     weighted = np.ones_like(inclusion) if rule.biased else inclusion

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import overload
 
 import numpy as np
 
 from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
+from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.numbers import without_rounding
-from megatron_dppo.rl.types import Floats, Ints, StepMetadata
+from megatron_dppo.rl.types import Ints, StepMetadata
 
 
-def scheduled_keep(keep: float, schedule: ScheduleConfig, step: int, total_steps: int) -> float:
+@overload
+def scheduled_keep(keep: float, schedule: ScheduleConfig, step: int, total_steps: int) -> float: ...
+
+
+@overload
+def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps: int) -> Keep: ...
+
+
+def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps: int) -> Keep:
     """The share to keep at one step.
 
     ``constant``: ``keep`` from the first step. ``linear``, ``cosine``: from 1 to ``keep`` over the first
-    ``schedule.ramp`` of the run. ``adaptive``: ``keep``, from which ``adapted_keep`` goes up. Over the last
-    ``schedule.off_last`` of the run nothing is pruned, as in InfoBatch (arXiv:2303.04947), so that training ends
-    without the noise of pruning.
+    ``schedule.ramp`` of the run. Over the last ``schedule.off_last`` of the run nothing is pruned, as in InfoBatch
+    (arXiv:2303.04947), so that training ends without the noise of pruning.
 
     Args:
         keep: the share that the schedule goes to.
@@ -29,51 +37,12 @@ def scheduled_keep(keep: float, schedule: ScheduleConfig, step: int, total_steps
     if total_steps - step <= round(schedule.off_last * total_steps):
         return 1.0
     ramp = schedule.ramp * total_steps
-    if schedule.shape in ("constant", "adaptive") or step >= ramp:
+    if keep == "auto" or schedule.shape == "constant" or step >= ramp:
         return keep
     progress = step / ramp
     if schedule.shape == "cosine":
         progress = (1.0 - math.cos(math.pi * progress)) / 2.0
     return 1.0 - (1.0 - keep) * progress
-
-
-def adapted_keep(
-    keep: float, schedule: ScheduleConfig, squares: Floats, inclusion_at: Callable[[float], Floats]
-) -> float:
-    """The least share in [keep, 1] whose estimated variance inflation is at most ``schedule.max_inflation``.
-
-    Scores, costs and probabilities are all known before the draw, so that the share is solved for at every step. It
-    needs no state, and the draw stays unbiased: its probabilities do not depend on its outcome.
-
-    Args:
-        keep: the least share that may be.
-        schedule: of shape ``adaptive``.
-        squares: s², the squared scores.
-        inclusion_at: from a share to inclusion probabilities, in the shape of ``squares``.
-    """
-
-    def bounded(share: float) -> bool:
-        return inflation(squares, inclusion_at(share)) <= schedule.max_inflation
-
-    if bounded(keep):
-        return keep
-    low, high = keep, 1.0
-    for _ in range(24):  # past the seventh digit no draw can tell
-        middle = (low + high) / 2.0
-        low, high = (low, middle) if bounded(middle) else (middle, high)  # inflation falls as the share grows
-    return high
-
-
-def inflation(squares: Floats, inclusion: Floats) -> float:
-    """Σ s²/π over Σ s²: by how much independent draws multiply the sum of squares of the terms; 1 without pruning.
-
-    Args:
-        squares: s², of any shape.
-        inclusion: π, in the same shape; it may be 0 where s² is 0.
-    """
-    total = squares.sum()
-    ever = (squares > 0.0) & (inclusion > 0.0)
-    return float((squares[ever] / inclusion[ever]).sum() / total) if total > 0.0 else 1.0
 
 
 def window_size(config: Config, step: int, inflation: float = 1.0) -> int:
@@ -95,7 +64,7 @@ def window_size(config: Config, step: int, inflation: float = 1.0) -> int:
     if pruning.noise:
         return max(1, round(prompts * inflation / pruning.noise))
     completions = pruning.completions
-    if pruning.refill == "none" or completions.rule == "none":
+    if pruning.refill == "none" or completions.rule == "none" or completions.keep == "auto":
         return prompts
     return round(prompts / scheduled_keep(completions.keep, completions.schedule, step, config.run.steps))
 

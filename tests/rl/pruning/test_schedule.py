@@ -1,4 +1,4 @@
-"""A share that adapts is the least one whose variance stays under the bound, at both levels."""
+"""The share that is kept follows its schedule, or is the most efficient one."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,11 @@ from megatron_dppo.config import (
     ScheduleConfig,
     replace,
 )
+from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.draw import completion_candidates, prune_minibatch
-from megatron_dppo.rl.pruning.prompt_rules import select
-from megatron_dppo.rl.pruning.schedule import inflation, next_round, scheduled_keep, window_size
-from megatron_dppo.rl.seeds import Purpose, generator
-from tests.rl.pruning.test_prompt_rules import seen_history
+from megatron_dppo.rl.pruning.schedule import next_round, scheduled_keep, window_size
 from tests.rl.steps import step_config, step_metadata
 
 
@@ -25,7 +23,6 @@ from tests.rl.steps import step_config, step_metadata
     ("schedule", "expected"),
     [
         (ScheduleConfig(), [0.4] * 10),
-        (ScheduleConfig(shape="adaptive", off_last=0.1), [0.4] * 9 + [1.0]),
         (ScheduleConfig(shape="linear", ramp=0.4), [1.0, 0.85, 0.7, 0.55] + [0.4] * 6),
         (ScheduleConfig(shape="cosine", ramp=0.4), [1.0, 0.912132, 0.7, 0.487868] + [0.4] * 6),
         (ScheduleConfig(shape="linear", ramp=0.0), [0.4] * 10),
@@ -37,49 +34,49 @@ def test_the_kept_share_follows_the_schedule(schedule: ScheduleConfig, expected:
     assert [scheduled_keep(0.4, schedule, step, 10) for step in range(10)] == pytest.approx(expected, abs=1e-6)
 
 
-def completion_inflation(rule: str, keep: float, bound: float | None) -> tuple[float, float]:
-    """The inflation of this level's draw, and the share of the tokens that it keeps in expectation."""
-    part, config = step_metadata(64, prompt_inclusion=np.random.default_rng(1).uniform(0.3, 1.0, 64)), step_config()
-    schedule = ScheduleConfig() if bound is None else ScheduleConfig(shape="adaptive", max_inflation=bound)
-    completions = replace(config.pruning.completions, rule=rule, schedule=schedule)
-    config = replace(config, pruning=replace(config.pruning, completions=completions))
-    objective = objective_for(config.loss)
-    pruned = prune_minibatch(part, config, objective, keep=keep, rng=np.random.default_rng(0))
-    candidates = completion_candidates(part, config, objective, pruned.segments)
-    kept = (pruned.inclusion * candidates.cost).sum() / candidates.cost.sum()
-    return inflation(candidates.score**2, pruned.inclusion), float(kept)
+def test_a_share_that_is_chosen_anew_has_no_schedule_but_its_end():
+    assert [scheduled_keep("auto", ScheduleConfig(off_last=0.5), step, 2) for step in (0, 1)] == ["auto", 1.0]
 
 
-@pytest.mark.parametrize("rule", ["neyman", "threshold"])
-def test_completions_are_pruned_up_to_the_bound(rule: str):
-    assert completion_inflation(rule, 0.3, None)[0] > 1.1
-    inflated, kept = completion_inflation(rule, 0.3, 1.1)
-    assert inflated == pytest.approx(1.1, abs=1e-4)
-    assert kept > completion_inflation(rule, 0.3, None)[1]
+def efficiency(keep: Keep, *, generated_cost: float, **settings: float) -> tuple[float, float]:
+    """Variance × cost unpruned over that of the draw, and the share of the tokens that the draw keeps."""
+    part = step_metadata(64, prompt_inclusion=np.random.default_rng(1).uniform(0.3, 1.0, 64))
+    config = step_config(**settings)
+    own = replace(config.pruning.completions, generated_cost=generated_cost)
+    config = replace(config, pruning=replace(config.pruning, completions=own))
+    pruned = prune_minibatch(part, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0))
+    candidates = completion_candidates(part, config, objective_for(config.loss), pruned.segments)
+    rollouts = generated_cost * part.response_lengths.sum()
+    unpruned = rollouts + candidates.cost[~candidates.zero_advantage].sum()
+    kept = (pruned.inclusion * candidates.cost).sum()
+    live = ~candidates.zero_advantage
+    squares = candidates.score[live] ** 2
+    found = unpruned / (rollouts + kept) * squares.sum() / (squares / pruned.inclusion[live]).sum()
+    return float(found), float(kept / candidates.cost.sum())
 
 
-def test_where_the_bound_is_far_the_share_asked_for_is_kept():
-    assert completion_inflation("neyman", 0.5, 100.0) == completion_inflation("neyman", 0.5, None)
+@pytest.mark.parametrize("generated_cost", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize("max_weight", [5.0, 50.0])
+def test_no_other_share_is_more_efficient(generated_cost: float, max_weight: float):
+    given = {"generated_cost": generated_cost, "max_weight": max_weight}
+    best, _ = efficiency("auto", **given)
+    assert best == pytest.approx(max(efficiency(keep, **given)[0] for keep in np.linspace(0.05, 1.0, 96)), abs=1e-3)
+    assert best > 1.02
 
 
-def test_at_equal_inflation_neyman_keeps_less_than_the_papers_rule():
-    assert completion_inflation("neyman", 0.2, 1.1)[1] < 0.8 * completion_inflation("threshold", 0.2, 1.1)[1]
+def test_the_dearer_rollouts_are_the_more_of_them_is_trained_on():
+    kept = [efficiency("auto", generated_cost=cost, max_weight=50.0)[1] for cost in (0.2, 1.0, 5.0)]
+    assert kept == sorted(kept) and kept[2] > 1.3 * kept[0]
 
 
-@pytest.mark.parametrize("bound", [1.05, 1.2])
-def test_prompts_are_pruned_up_to_the_bound(bound: float):
-    history, window = seen_history(100), np.arange(100)
-    config = PromptPruningConfig(
-        rule="neyman", floor=0.05, schedule=ScheduleConfig(shape="adaptive", max_inflation=bound)
-    )
-    given = {"group_size": 8, "normalised": True, "rng": generator(1, 0, Purpose.PROMPTS)}
-    adapted = select(window, history, config, keep=0.1, **given)
-    fixed = select(window, history, replace(config, schedule=ScheduleConfig()), keep=0.1, **given)
-    assert len(fixed.prompt_ids) == 10 < len(adapted.prompt_ids) < 100
-
-
-def test_nothing_to_learn_inflates_nothing():
-    assert inflation(np.zeros(3), np.full(3, 0.5)) == 1.0
+def test_where_pruning_does_not_pay_all_that_has_a_gradient_is_kept():
+    """Completions that are all alike."""
+    rewards = np.tile([0.0, 1.0], (8, 4))
+    alike = {"response_lengths": np.full((8, 8), 50), "score_norms": np.ones((8, 8)), "rewards": rewards}
+    alike |= {"prompt_lengths": np.full(8, 10), "sampled_lengths": np.full((8, 8), 50)}
+    config = step_config(max_weight=50.0)
+    given = {"keep": "auto", "rng": np.random.default_rng(0)}
+    assert prune_minibatch(step_metadata(8, **alike), config, objective_for(config.loss), **given).kept.all()
 
 
 SETTINGS = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipeline": 1}
