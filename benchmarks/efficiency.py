@@ -35,7 +35,6 @@ import torch
 from estimator import Window
 from harness import arguments, finish, mean_and_reach
 from pruning_speedup import FEW, FEWER, TOKENS, arm
-from pruning_speedup import HALF as HALF_OF_PROMPTS
 from real_gradients import norm
 from training_stages import TASKS, Stage, measure, training_stages
 
@@ -52,44 +51,24 @@ from megatron_dppo.train import Trainer
 
 SIZES = (16, 32, 64)
 """Prompts of the steps by whose seconds costs are fitted."""
-KEEPS = (1.0, 0.85, 0.7, 0.5, 0.3), (1.0, 0.7, 0.5, 0.3, 0.2)
+KEEPS = (1, 0.85, 0.7, 0.5, 0.3), (1, 0.7, 0.5, 0.3, 0.2, "auto")
 """Shares of prompts and of completions' tokens: the grid."""
-BASELINE, HALF, DEFAULT = "unpruned", "unpruned, half of the prompts", "pruned, default"
+BASELINE, HALF, DEFAULT = "unpruned", "unpruned, half of the prompts", "0.7 / auto, the default"
+HALF_OF_TOKENS, LESS = ("pruning.completions.keep=0.5",), (TOKENS, "pruning.max_weight=10")
 ARMS: Mapping[str, tuple[str, ...]] = {
     BASELINE: arm("none", "none"),
     HALF: arm("none", "none"),
     "unpruned, a quarter": arm("none", "none"),
     DEFAULT: (),
-    "pruned, 0.7 / 0.3, weights to 10": (TOKENS, "pruning.max_weight=10"),
-    "pruned, 0.7 / auto, weights to 10": ("pruning.completions.keep=auto", "pruning.max_weight=10"),
-    "pruned, 0.7 / auto, weights to 5": ("pruning.completions.keep=auto",),
-    "pruned, 0.7 / auto at 0.5, weights to 10": (
-        "pruning.completions.keep=auto",
-        "pruning.max_weight=10",
-        "pruning.completions.generated_cost=0.5",
-    ),
-    "pruned, 0.7 / auto at 2, weights to 10": (
-        "pruning.completions.keep=auto",
-        "pruning.max_weight=10",
-        "pruning.completions.generated_cost=2",
-    ),
-    "pruned, 0.7 / auto, weights to 20": ("pruning.completions.keep=auto", "pruning.max_weight=20"),
-    "pruned, 0.5 / auto, weights to 10": (
-        "pruning.prompts.keep=0.5",
-        "pruning.completions.keep=auto",
-        "pruning.max_weight=10",
-    ),
-    "pruned, 0.5 / auto, weights to 20": (
-        "pruning.prompts.keep=0.5",
-        "pruning.completions.keep=auto",
-        "pruning.max_weight=20",
-    ),
-    "pruned, 0.7 / 0.2, weights to 20": ("pruning.completions.keep=0.2", "pruning.max_weight=20"),
-    "pruned, 0.5 / 0.3, weights to 10": (*HALF_OF_PROMPTS, "pruning.max_weight=10"),
-    "pruned, 0.4 / 0.3, weights to 10": FEW,
-    "pruned, 0.3 / 0.3, weights to 10": FEWER,
+    "0.7 / auto, weights to 10": ("pruning.max_weight=10",),
+    "0.7 / 0.5": HALF_OF_TOKENS,
+    "0.7 / 0.3, weights to 10": LESS,
+    "0.5 / 0.3, weights to 10": ("pruning.prompts.keep=0.5", *LESS),
+    "0.4 / 0.3, weights to 10": FEW,
+    "0.3 / 0.3, weights to 10": FEWER,
     "prompts 0.7 alone": arm("neyman", "none"),
-    "completions 0.5 alone": arm("none", "neyman"),
+    "completions auto alone": arm("none", "neyman"),
+    "completions 0.5 alone": arm("none", "neyman", *HALF_OF_TOKENS),
     "threshold (DPPO's paper)": arm("threshold", "threshold"),
     "top_k (CPPO)": arm("none", "top_k"),
     "greso": arm("greso", "none"),
@@ -238,6 +217,7 @@ def judged(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, dict[
             **with_interval(efficiency, len(own)),
             "variance": variance(own) / sampling,
             "variance_estimated": statistics.fmean(step.estimated for step in own),
+            "trained": sum(step.trained for step in own) / sum(step.trained for step in steps[BASELINE]),
             "seconds": costs.of(own) / costs.of(steps[BASELINE]),
         }
     return found
@@ -254,9 +234,7 @@ def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
     if len(chosen) < options.windows:
         raise SystemExit(f"--windows {options.windows} of {size} prompts are more than the pool's {len(trainer.pool)}")
     configs = {each: configured(trainer, *settings) for each, settings in ARMS.items()}
-    configs |= {
-        f"grid {p:g} / {c:g}": configured(trainer, *GENEROUS, *_keeps(p, c)) for p in KEEPS[0] for c in KEEPS[1]
-    }
+    configs |= {f"grid {p} / {c}": configured(trainer, *GENEROUS, *_keeps(p, c)) for p in KEEPS[0] for c in KEEPS[1]}
     steps: dict[str, list[Step]] = {}
     right, live = [], []
     for number, prompt_ids in enumerate(np.sort(chosen, axis=1)):
@@ -300,7 +278,7 @@ def _best(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {"keep": keep, **found[keep]}
 
 
-def _keeps(prompts: float, completions: float) -> tuple[str, str]:
+def _keeps(prompts: float, completions: float | str) -> tuple[str, str]:
     return f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}"
 
 

@@ -53,7 +53,6 @@ ARMS: dict[str, tuple[str, ...]] = {
     "neyman, 0.3 of the prompts, 0.3, weights to 10": FEWER,
     "neyman, records alone": RECORDS,
     "neyman, 0.4 of the prompts, 0.3, weights to 10, records alone": (*FEW, *RECORDS),
-    "neyman, completions refilled": arm("none", "neyman", "pruning.refill=prompts"),
     "threshold (the paper)": arm("threshold", "threshold"),
     "threshold_deterministic": arm("none", "threshold_deterministic"),
     "top_k": arm("none", "top_k"),

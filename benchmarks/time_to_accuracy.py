@@ -54,7 +54,7 @@ FACTOR = 1.5
 """Between neighbouring learning rates."""
 TUNING_SEEDS = 101, 102
 EVALUATIONS = 20
-EQUAL_NOISE = "equal noise: prompts 0.7, tokens 0.3"
+EQUAL_NOISE = "equal noise, default"
 LESS = (TOKENS, "pruning.max_weight=10")
 
 
@@ -77,7 +77,8 @@ UNPRUNED = {
     f"unpruned, {n} prompts": Arm(n, n / 64, lr, OFF) for n, lr in ((64, 3.4e-4), (32, 2.3e-4), (16, 1.5e-4), (8, 1e-4))
 }
 ARMS: dict[str, Arm] = UNPRUNED | {
-    "default, 32 prompts": Arm(32, 0.32, 1.5e-4, ()),
+    "default, 32 prompts": Arm(32, 0.28, 1.5e-4, ()),
+    "prompts 0.7, tokens 0.5, 32 prompts": Arm(32, 0.32, 1.5e-4, ("pruning.completions.keep=0.5",)),
     "prompts 0.7, tokens 0.3, 32 prompts": Arm(32, 0.27, 1.5e-4, LESS),
     "prompts 0.4, tokens 0.3, 64 prompts": Arm(64, 0.32, 1.5e-4, FEW),
     "threshold (DPPO's paper), 32 prompts": Arm(32, 0.33, 1.5e-4, arm("threshold", "threshold")),
@@ -268,7 +269,7 @@ class Measurement:
         rates = self.tune()
         control = self.best(rates, [name for name in self.arms if name in UNPRUNED])
         like = self.arms[control]
-        arms = self.arms | {EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], (*LESS, "pruning.noise=1"))}
+        arms = self.arms | {EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], ("pruning.noise=1",))}
         rates[EQUAL_NOISE] = rates[control]
         seeds = range(1, 1 + self.options.seeds)
         for seed in seeds:

@@ -92,19 +92,6 @@ def test_prompts_of_no_use_are_replaced_and_a_run_that_dies_goes_on_bit_by_bit(
     assert all(row["rollout/zero_std/ratio"] < 1.0 for row in whole)
 
 
-def test_completions_that_are_pruned_make_room_for_prompts(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
-    pruning = PruningConfig(
-        prompts=PromptPruningConfig(rule="none"), completions=CompletionPruningConfig(keep=0.5), refill="prompts"
-    )
-    loss = {"name": "reinforce_pp", "trust_region": "kl"}  # under which groups of equal reward are of use, too
-    ranks.run(2, live, settings(policy, tmp_path, TP2, pruning, steps=2, **loss))
-    for row in rows(tmp_path):
-        assert row["rollout/generated_tokens"] >= 2 * WINDOW * 3, "a token at least of each completion"
-        assert row["prune/kept_prompt_fraction"] == 1.0
-        assert row["prune/saved_tokens_completions"] > 0
-        assert row["rollout/zero_std/ratio"] > 0 == row["prune/zero_advantage_fraction"]
-
-
 NOISE = PruningConfig(
     prompts=PromptPruningConfig(rule="none"),
     completions=CompletionPruningConfig(keep=0.1),

@@ -205,12 +205,11 @@ class CompletionPruningConfig(Section):
     function: str | None = None
     """A rule of your own, ``file.py:function`` or ``module:function``, in the place of ``rule``: from candidates and
     ``keep`` to inclusion probabilities."""
-    keep: Keep = 0.5
+    keep: Keep = "auto"
     """neyman: share of the rolled-out tokens that is trained on; top_k, extremes: of the completions; threshold and
-    threshold_deterministic: 1 − r, the chance or share of the low-scored ones. ``auto``, neyman alone: at each step the
-    share at which the gradient's estimated variance times the step's cost is least."""
-    generated_cost: NonNegative = 1.0
-    """keep=auto: what a generated token costs, where one that is trained on costs 1."""
+    threshold_deterministic: 1 − r, the chance or share of the low-scored ones. ``auto``: under neyman at each step the
+    share at which the gradient's estimated variance times the step's tokens, generated and trained on, is least; 0.5
+    under other rules."""
     score: Literal["engine", "head", "advantage"] = "engine"
     """Proxy in neyman for a completion's gradient norm. ``engine``: the advantage times √Σ(1 − p)² of the tokens'
     rollout probabilities p, for free; ``head``: times the policy head's exact score norms, which costs a forward pass
@@ -227,6 +226,11 @@ class CompletionPruningConfig(Section):
         """The rule's name in the table, or that of the user's own."""
         return self.function or self.rule
 
+    @property
+    def share(self) -> Keep:
+        """``keep``, as the rule understands it."""
+        return 0.5 if self.keep == "auto" and self.named != "neyman" else self.keep
+
 
 class PruningConfig(Section):
     prompts: PromptPruningConfig = PromptPruningConfig()
@@ -234,9 +238,8 @@ class PruningConfig(Section):
     max_weight: AtLeastOne = 5.0
     """Bound on 1/(π_prompt·π_completion), kept by a floor on the completions' probabilities; no weight is cut off."""
     refill: Literal["none", "prompts"] = "none"
-    """``prompts``: what completion pruning saves goes into more prompts: the window grows by 1/completions.keep, so
-    that as much is trained on as without pruning (CPPO's dynamic allocation). Under greso, more prompts are rolled out
-    until the window is full of groups of mixed reward (its adaptive batch), as dynamic_sampling always does."""
+    """greso: ``prompts`` rolls out more prompts, until the window is full of groups of mixed reward (its adaptive
+    batch), as dynamic_sampling always does."""
     noise: AboveZero | None = None
     """Estimated variance of a step's gradient over that of ``rollout.prompts_per_step`` unpruned prompts. A step
     considers as many more prompts as pruning has made earlier ones noisier. 1: as noisy as without pruning; 2: as half

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import ScheduleConfig
+from megatron_dppo.config.types import Keep
 from megatron_dppo.estimate.kernels import Passes, Seconds, optimizer_seconds, reduction_seconds, stage_passes
 from megatron_dppo.estimate.memory import cache_bytes, parameters_of, shape_of
 from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
@@ -198,7 +199,7 @@ def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
     return max(moved, multiplied) + reduced + assume.decode_step_ms / 1e3
 
 
-VARIANCES: Mapping[tuple[float, float | str], tuple[float, float]] = {
+VARIANCES: Mapping[tuple[Keep, Keep], tuple[float, float]] = {
     (1.0, 1.0): (1.0, 1.0),
     (1.0, 0.5): (1.0, 1.0),
     (0.7, 1.0): (1.08, 1.37),
@@ -219,4 +220,4 @@ def measured_variance(config: Config) -> tuple[float, float] | None:
     if any(level.named not in ("none", "neyman") or level.schedule != ScheduleConfig() for level in levels):
         return None
     prompts, completions = (1.0 if level.named == "none" else level.keep for level in levels)
-    return VARIANCES.get((prompts, completions)) if config.pruning.refill == "none" else None  # type: ignore[arg-type]
+    return VARIANCES.get((prompts, completions))

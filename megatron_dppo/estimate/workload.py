@@ -274,7 +274,7 @@ def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, floa
 
     Without a KL term, groups of equal reward have no gradient: they are not trained on, whatever the rule.
     """
-    pruning, total, window = config.pruning, config.run.steps, float(window_size(config, step))
+    pruning, total, window = config.pruning, config.run.steps, float(window_size(config))
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)
     threshold = 1.0 - assume.low_share
     live = assume.mixed_share if config.loss.equal_groups_idle else 1.0
@@ -291,7 +291,7 @@ def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, floa
             rolled = usable = window * (keep if rule == "neyman" else 1.0)
     match (
         pruning.completions.named,
-        scheduled_keep(pruning.completions.keep, pruning.completions.schedule, step, total),
+        scheduled_keep(pruning.completions.share, pruning.completions.schedule, step, total),
     ):
         case "none", _:
             kept = live

@@ -123,7 +123,7 @@ def draw_minibatches(
         usable: indices of the groups that may be trained on.
     """
     pruning = config.pruning.completions
-    keep = scheduled_keep(pruning.keep, pruning.schedule, step, config.run.steps)
+    keep = scheduled_keep(pruning.share, pruning.schedule, step, config.run.steps)
     draws = generator(config.run.seed, step, Purpose.COMPLETIONS)
     split = generator(config.run.seed, step, Purpose.MINIBATCHES)
     for groups in split_groups(usable, max(1, min(config.loss.updates_per_rollout, len(usable))), split):
@@ -239,7 +239,7 @@ def notes(
         if minibatch.capacity == 0:
             which = f" of minibatch {number} of {len(minibatches)}" if len(minibatches) > 1 else ""
             yield f"nothing{which} was kept: no optimizer step"
-    if in_rounds(pruning) and usable < window_size(config, step):
+    if in_rounds(pruning) and usable < window_size(config):
         yield (
             "a step trains on fewer groups than its window has prompts: no more of mixed reward were found in "
             f"pruning.max_rounds = {pruning.max_rounds} rounds, or in the whole pool"

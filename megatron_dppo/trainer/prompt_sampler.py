@@ -185,10 +185,8 @@ class PromptSampler:
             UserError: if a window would need more prompts than the pool has, or one of its sources.
         """
         pool_size = len(pool)
-        ramp = round(config.pruning.completions.schedule.ramp * config.run.steps)
-        if (widest := max(window_size(config, step) for step in (0, ramp))) > pool_size:
-            by = "pruning.noise" if config.pruning.noise else "pruning.refill"
-            grown = f"makes windows of {widest} with {by}, which " if widest > config.rollout.prompts_per_step else ""
+        if (widest := window_size(config)) > pool_size:
+            grown = f"makes windows of {widest} with pruning.noise, which " if config.pruning.noise else ""
             problem = f"{grown}is more than the {pool_size} prompts of the pool, and a window holds no prompt twice"
             remedy = "Lower it, or give more prompts"
             raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, remedy)
@@ -208,11 +206,11 @@ class PromptSampler:
 
     def select(self, step: int) -> Selection:
         """Draw the prompts of a step from the next window of candidates."""
-        return self._draw(step, self._order.next_window(self._window(step)))
+        return self._draw(step, self._order.next_window(self._window()))
 
-    def _window(self, step: int) -> int:
-        """N of a step. ``pruning.noise`` lets it grow as far as the pool suffices."""
-        return min(window_size(self._config, step, self._inflation), self._widest)
+    def _window(self) -> int:
+        """N of the next step. ``pruning.noise`` lets it grow as far as the pool suffices."""
+        return min(window_size(self._config, self._inflation), self._widest)
 
     def select_more(self, step: int, so_far: StepMetadata, rounds: int) -> Selection | None:
         """Draw further prompts of a step that is to have as many groups of mixed reward as its window has prompts; None
@@ -226,7 +224,7 @@ class PromptSampler:
         pruning, known = self._config.pruning, so_far.prompt_ids
         if not in_rounds(pruning) or rounds >= pruning.max_rounds:
             return None
-        wanted = next_round(self._window(step), len(mixed(so_far)), round(so_far.window))
+        wanted = next_round(self._window(), len(mixed(so_far)), round(so_far.window))
         count = min(wanted, self._pool_size - len(known))
         if count == 0:
             return None

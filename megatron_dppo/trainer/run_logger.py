@@ -244,7 +244,6 @@ def _idle(config: Config) -> Iterator[str]:
         (rounds, ("pruning.max_rounds",)),
         (completions.rule != "none", ("pruning.completions.",)),
         (completions.named == "neyman", ("pruning.completions.score",)),
-        (completions.keep == "auto", ("pruning.completions.generated_cost",)),
         (config.optimizer.schedule != "constant", ("optimizer.min_lr",)),
         (not served and rollout.engine_function is None, ("rollout.max_batch",)),
         (served, OF_SERVERS),

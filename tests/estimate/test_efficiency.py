@@ -52,7 +52,7 @@ def test_a_plan_says_it_in_words_and_as_json() -> None:
 
 def test_what_was_not_measured_has_no_figure() -> None:
     assert measured_variance(of("pruning.prompts.rule=none")) == (1.0, 1.0)
-    for words in ("pruning.refill=prompts", "pruning.prompts.rule=greso", "pruning.completions.schedule.shape=linear"):
+    for words in ("pruning.prompts.rule=greso", "pruning.completions.schedule.shape=linear"):
         assert measured_variance(of(words)) is None
     made = plan("pruning.completions.rule=top_k")
     assert made.variance is None and made.efficiency is None

@@ -315,7 +315,7 @@ def test_a_share_that_knows_the_draw_is_biased(world, monkeypatch, chosen, biase
     offsets, total = (np.arange(2000) + 0.5) / 2000, 0.0
     for offset in offsets:
         if biased:
-            monkeypatch.setattr(draw, "efficient_keep", lambda *_, offset=offset: 0.3 if offset < 0.5 else 0.6)
+            monkeypatch.setattr(draw, "efficient_keep", lambda *_, offset=offset, **__: 0.3 if offset < 0.5 else 0.6)
         given = {"keep": "auto", "rng": FixedOffset(offset)}
         pruned = prune_minibatch(everything, config, objective_for(config.loss), **given)
         total = total + np.where(pruned.kept, pruned.weight, 0.0) / len(offsets)

@@ -21,7 +21,6 @@ from megatron_dppo.trainer.run_logger import idle_settings
         ("pruning.completions.score=advantage", None),
         ("pruning.prompts.keep=0.9", None),
         ("pruning.prompts.schedule.ramp=0.4", "pruning.prompts.schedule.shape=cosine"),
-        ("pruning.completions.generated_cost=2", "pruning.completions.keep=auto"),
         ("optimizer.min_lr=1e-8", "optimizer.schedule=cosine"),
         ("rollout.tree.baseline=roots", "rollout.tree.branches=[{at: 3}]"),
         ("model.lora.alpha=8", "model.lora.rank=4"),

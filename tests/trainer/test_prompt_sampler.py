@@ -260,8 +260,8 @@ def test_greso_explores_easy_and_hard_prompts_apart_and_remembers_over_a_resume(
 
 def test_a_window_that_grows_past_the_pool_is_refused_in_words() -> None:
     config = sampler_config()
-    config = replace(config, pruning=replace(config.pruning, refill="prompts"))
-    with pytest.raises(UserError, match="windows of 48"):
+    config = replace(config, pruning=replace(config.pruning, noise=0.5))
+    with pytest.raises(UserError, match=f"windows of {2 * WINDOW} with pruning.noise"):
         PromptSampler(config, made_up_pool(WINDOW + 1))
 
 

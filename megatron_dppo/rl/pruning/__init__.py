@@ -81,7 +81,7 @@ def prune(
             variance is higher.
         budget: share of all tokens, prompts' included, that is trained on. Under ``threshold`` it is the chance of the
             low-scored, 1 − r of the paper; under ``top_k`` and ``extremes``, which are biased, a share of completions.
-            ``auto``: the share at which variance × cost is least, if a generated token costs what a trained one does.
+            ``auto``, for ``neyman``: the share at which variance × (tokens generated and trained on) is least.
         advantages: [Q, G], the trainer's own. None: rewards less their group's mean. Completions whose advantage is 0
             are never kept.
         prompt_lengths: [Q] or one for all, tokens that a completion is trained together with.
@@ -118,7 +118,7 @@ def prune(
         zero_advantage=advantage == 0.0,
     )
     if budget == "auto":
-        share = efficient_keep(rule, candidates, spent=float(length.sum()))
+        share = efficient_keep(rule, candidates, generated=float(length.sum()))
     inclusion = completion_inclusion(rule, candidates, share)
     mask = draw_completions(rule, candidates, inclusion, np.random.default_rng(seed))
     return Kept(mask, np.where(mask, completion_weight(rule, candidates, inclusion, share), 0.0))

@@ -170,24 +170,25 @@ def completion_inclusion(rule: str, candidates: CompletionCandidates, keep: floa
     return np.where(candidates.zero_advantage, 0.0, probabilities)
 
 
-def efficient_keep(rule: str, candidates: CompletionCandidates, spent: float) -> float:
+def efficient_keep(rule: str, candidates: CompletionCandidates, generated: float) -> float:
     """The share of the tokens, of ``SHARES``, at which variance × cost is least; 1 where none has less than that.
 
     A step of fewer prompts, taken at random, leaves this product as it is. So it says what pruning is worth beside a
-    smaller batch. The variance is estimated by Σ s²/π, the cost is that of the rollouts and Σ π·tokens. Scores and
-    tokens are all known before the draw, so that the probabilities depend on no outcome of it.
+    smaller batch. The variance is estimated by Σ s²/π. The cost is the tokens generated and Σ π·tokens: one as much as
+    another, since the best share hardly depends on it. Scores and tokens are all known before the draw, so that the
+    probabilities depend on no outcome of it.
 
     Args:
         rule: its name; with a share to keep, and unbiased.
         candidates: of a minibatch.
-        spent: what their rollouts cost, where a token that is trained on costs 1.
+        generated: tokens of their responses.
     """
     live = ~candidates.zero_advantage
     squares, tokens, total = candidates.score[live] ** 2, candidates.cost[live], candidates.cost.sum()
 
     def product(share: float) -> float:
         inclusion = completion_inclusion(rule, candidates, share)[live]
-        return float((squares / inclusion).sum() * (spent + inclusion @ tokens))
+        return float((squares / inclusion).sum() * (generated + inclusion @ tokens))
 
     least, most = tokens @ candidates.floor[live] / total, tokens.sum() / total
     return min([1.0, *np.linspace(most, least, SHARES).tolist()], key=product)

@@ -80,8 +80,7 @@ def prune_minibatch(
     segments = advantages_of_segments(part, config, objective)
     candidates = completion_candidates(part, config, objective, segments)
     if keep == "auto":
-        rollouts = pruning.generated_cost * float(part.response_lengths.sum())
-        keep = efficient_keep(pruning.named, candidates, rollouts)
+        keep = efficient_keep(pruning.named, candidates, generated=float(part.response_lengths.sum()))
     inclusion = completion_inclusion(pruning.named, candidates, keep)
     kept = draw_completions(pruning.named, candidates, inclusion, rng, draw=pruning.draw)
     z = normaliser(

@@ -45,28 +45,18 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
     return 1.0 - (1.0 - keep) * progress
 
 
-def window_size(config: Config, step: int, inflation: float = 1.0) -> int:
-    """N of a step, the number of prompts that it considers.
+def window_size(config: Config, inflation: float = 1.0) -> int:
+    """N of a step, the number of prompts that it considers: ``rollout.prompts_per_step``, times ``inflation`` over
+    ``pruning.noise`` if that is set.
 
-    - ``rollout.prompts_per_step`` as a rule.
-    - Divided by the kept share of completions if prompts refill the step. CPPO (arXiv:2503.22342, section 4.3) fills
-      the place of pruned completions with those of further questions. Here the window is fixed before any draw, and N
-      and Z grow with it, so that an unbiased rule stays unbiased.
-    - Times ``inflation`` over ``pruning.noise`` if that is set, since the variance of a step is proportional to
-      inflation/N. It is fixed before any draw as well: the inflation is that of earlier steps.
+    The variance of a step is proportional to inflation/N. N is fixed before any draw, so that nothing is biased.
 
     Args:
         config: of the run.
-        step: counted from 0.
         inflation: by how much pruning has multiplied the variance of earlier steps, at least 1.
     """
-    prompts, pruning = config.rollout.prompts_per_step, config.pruning
-    if pruning.noise:
-        return max(1, round(prompts * inflation / pruning.noise))
-    completions = pruning.completions
-    if pruning.refill == "none" or completions.rule == "none" or completions.keep == "auto":
-        return prompts
-    return round(prompts / scheduled_keep(completions.keep, completions.schedule, step, config.run.steps))
+    prompts, noise = config.rollout.prompts_per_step, config.pruning.noise
+    return max(1, round(prompts * inflation / noise)) if noise else prompts
 
 
 def in_rounds(pruning: PruningConfig) -> bool:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import (
-    CompletionPruningConfig,
     Config,
     PromptPruningConfig,
     PruningConfig,
@@ -38,35 +37,24 @@ def test_a_share_that_is_chosen_anew_has_no_schedule_but_its_end():
     assert [scheduled_keep("auto", ScheduleConfig(off_last=0.5), step, 2) for step in (0, 1)] == ["auto", 1.0]
 
 
-def efficiency(keep: Keep, *, generated_cost: float, **settings: float) -> tuple[float, float]:
-    """Variance × cost unpruned over that of the draw, and the share of the tokens that the draw keeps."""
+def efficiency(keep: Keep, **settings: float) -> float:
+    """Variance × tokens unpruned over that of the draw."""
     part = step_metadata(64, prompt_inclusion=np.random.default_rng(1).uniform(0.3, 1.0, 64))
     config = step_config(**settings)
-    own = replace(config.pruning.completions, generated_cost=generated_cost)
-    config = replace(config, pruning=replace(config.pruning, completions=own))
     pruned = prune_minibatch(part, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0))
     candidates = completion_candidates(part, config, objective_for(config.loss), pruned.segments)
-    rollouts = generated_cost * part.response_lengths.sum()
-    unpruned = rollouts + candidates.cost[~candidates.zero_advantage].sum()
-    kept = (pruned.inclusion * candidates.cost).sum()
-    live = ~candidates.zero_advantage
-    squares = candidates.score[live] ** 2
-    found = unpruned / (rollouts + kept) * squares.sum() / (squares / pruned.inclusion[live]).sum()
-    return float(found), float(kept / candidates.cost.sum())
+    live, generated = ~candidates.zero_advantage, part.response_lengths.sum()
+    squares, tokens, inclusion = candidates.score[live] ** 2, candidates.cost[live], pruned.inclusion[live]
+    unpruned = squares.sum() * (generated + tokens.sum())
+    return float(unpruned / (squares / inclusion).sum() / (generated + inclusion @ tokens))
 
 
-@pytest.mark.parametrize("generated_cost", [0.2, 1.0, 5.0])
 @pytest.mark.parametrize("max_weight", [5.0, 50.0])
-def test_no_other_share_is_more_efficient(generated_cost: float, max_weight: float):
-    given = {"generated_cost": generated_cost, "max_weight": max_weight}
-    best, _ = efficiency("auto", **given)
-    assert best == pytest.approx(max(efficiency(keep, **given)[0] for keep in np.linspace(0.05, 1.0, 96)), abs=1e-3)
+def test_no_other_share_is_more_efficient(max_weight: float):
+    best = efficiency("auto", max_weight=max_weight)
+    others = [efficiency(keep, max_weight=max_weight) for keep in np.linspace(0.05, 1.0, 96)]
+    assert best == pytest.approx(max(others), abs=1e-3)
     assert best > 1.02
-
-
-def test_the_dearer_rollouts_are_the_more_of_them_is_trained_on():
-    kept = [efficiency("auto", generated_cost=cost, max_weight=50.0)[1] for cost in (0.2, 1.0, 5.0)]
-    assert kept == sorted(kept) and kept[2] > 1.3 * kept[0]
 
 
 def test_where_pruning_does_not_pay_all_that_has_a_gradient_is_kept():
@@ -82,23 +70,11 @@ def test_where_pruning_does_not_pay_all_that_has_a_gradient_is_kept():
 SETTINGS = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipeline": 1}
 
 
-def config(refill: str, rule: str = "neyman", keep: float = 0.25, **schedule: object) -> Config:
-    completions = CompletionPruningConfig(rule=rule, keep=keep, schedule=ScheduleConfig(**schedule))
-    return Config(pruning=PruningConfig(completions=completions, refill=refill))
-
-
 def test_a_step_considers_as_many_more_prompts_as_pruning_made_earlier_ones_noisier():
-    equal, twice = (replace(config("none"), pruning=PruningConfig(noise=noise)) for noise in (1.0, 2.0))
-    assert [window_size(equal, 0, inflation) for inflation in (1.0, 1.25, 2.0)] == [64, 80, 128]
-    assert [window_size(twice, 0, inflation) for inflation in (1.0, 1.25, 2.0)] == [32, 40, 64]
-
-
-def test_the_window_grows_by_what_completion_pruning_saves():
-    assert window_size(config("none"), 0) == 64
-    assert window_size(config("prompts"), 0) == 256
-    assert window_size(config("prompts", rule="none"), 0) == 64
-    ramp = config("prompts", shape="linear", ramp=0.5)  # of a hundred steps
-    assert [window_size(ramp, step) for step in (0, 25, 50)] == [64, round(64 / 0.625), 256]
+    equal, twice = (Config(pruning=PruningConfig(noise=noise)) for noise in (1.0, 2.0))
+    assert [window_size(equal, inflation) for inflation in (1.0, 1.25, 2.0)] == [64, 80, 128]
+    assert [window_size(twice, inflation) for inflation in (1.0, 1.25, 2.0)] == [32, 40, 64]
+    assert window_size(Config(), 2.0) == 64
 
 
 @pytest.mark.parametrize(
