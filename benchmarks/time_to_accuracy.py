@@ -78,7 +78,9 @@ UNPRUNED = {
 }
 ARMS: dict[str, Arm] = UNPRUNED | {
     "default, 32 prompts": Arm(32, 0.28, 1.5e-4, ()),
-    "prompts 0.7, tokens 0.5, 32 prompts": Arm(32, 0.32, 1.5e-4, ("pruning.completions.keep=0.5",)),
+    "prompts 0.7, tokens 0.5, weights to 5, 32 prompts": Arm(
+        32, 0.32, 1.5e-4, ("pruning.completions.keep=0.5", "pruning.max_weight=5")
+    ),
     "prompts 0.7, tokens 0.3, 32 prompts": Arm(32, 0.27, 1.5e-4, LESS),
     "prompts 0.4, tokens 0.3, 64 prompts": Arm(64, 0.32, 1.5e-4, FEW),
     "threshold (DPPO's paper), 32 prompts": Arm(32, 0.33, 1.5e-4, arm("threshold", "threshold")),

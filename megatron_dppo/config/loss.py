@@ -235,7 +235,7 @@ class CompletionPruningConfig(Section):
 class PruningConfig(Section):
     prompts: PromptPruningConfig = PromptPruningConfig()
     completions: CompletionPruningConfig = CompletionPruningConfig()
-    max_weight: AtLeastOne = 5.0
+    max_weight: AtLeastOne = 10.0
     """Bound on 1/(π_prompt·π_completion), kept by a floor on the completions' probabilities; no weight is cut off."""
     refill: Literal["none", "prompts"] = "none"
     """greso: ``prompts`` rolls out more prompts, until the window is full of groups of mixed reward (its adaptive

@@ -147,7 +147,7 @@ def test_secrets_on_a_servers_command_line_stay_at_home(
 def test_a_biased_rule_is_called_so_with_its_reason(tmp_path: Path) -> None:
     biased = PruningConfig(completions=CompletionPruningConfig(rule="top_k"))
     text = write(write_run(tmp_path / "run", pruning=biased)).text
-    assert "completions by top_k (keep 0.5), biased: it drops the lowest |A|" in text
+    assert "completions by top_k (keep auto), biased: it drops the lowest |A|" in text
 
 
 def test_the_page_asks_no_network(tmp_path: Path) -> None:
