@@ -8,8 +8,8 @@ the variance of a window's gradient g, is estimated from the window's prompts, a
 of ‖ĝ − g‖² over draws of a rule on the window, with the run's own record of prompts. Since the draws' mean is g, the
 variance of the step is V₀ + D. Under a biased rule this is its mean square error, if the bias is uncorrelated with g.
 
-Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to further steps of the run with 16 to 64
-prompts. Each completion that is trained on counts its prompt, too.
+Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to further steps of the run with a quarter of
+the prompts to all. Each completion that is trained on counts its prompt, too.
 
 All arms share windows, so that they are compared more exactly than V₀ is known. Intervals are 95%, by leaving each
 window out in turn (the jackknife). ``smaller_batch`` is an unpruned step of half of the prompts. ``bound`` is the best
@@ -49,8 +49,8 @@ from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.settings import load_config
 from megatron_dppo.train import Trainer
 
-SIZES = (16, 32, 64)
-"""Prompts of the steps by whose seconds costs are fitted."""
+SIZES = (0.25, 0.5, 1.0)
+"""Of the steps by whose seconds costs are fitted, in windows."""
 KEEPS = (1, 0.85, 0.7, 0.5, 0.3), (1, 0.7, 0.5, 0.3, 0.2, "auto")
 """Shares of prompts and of completions' tokens: the grid."""
 BASELINE, HALF, DEFAULT = "unpruned", "unpruned, half of the prompts", "0.7 / auto, the default"
@@ -178,7 +178,8 @@ def costs_of(trainer: Trainer, repeats: int = 4) -> Costs:
     """By steps of several sizes, which train on."""
     rng = np.random.default_rng(trainer.step)
     rows = []
-    for count in SIZES * repeats:
+    for size in SIZES * repeats:
+        count = round(size * trainer.config.rollout.prompts_per_step)
         chosen = np.sort(rng.choice(len(trainer.pool), count, replace=False))
         with trainer.timers("step"):
             rollouts = trainer.roll_out(StepRollouts(Selection(chosen, np.ones(count), window=count), trainer.step))

@@ -68,7 +68,7 @@ TASKS = {
     ),
     "smollm2_steps": Task(  # as configs/smollm2_steps.yaml says
         lambda *_: SMOLLM2 / "warm",
-        {"early": 0.0, "middle": 0.55, "late": 0.65},
+        {"early": 0.4, "late": 0.6},
         ONE_RANK,
         config="configs/smollm2_steps.yaml",
         stride=61,
