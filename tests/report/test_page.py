@@ -87,7 +87,7 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     after = shown.text[shown.text.index("Only what differs") : shown.text.index("All settings of a")]
     assert after.split()[6:] == [
         "setting", "a", "b", "pruning.prompts.rule", "neyman", "none", "pruning.completions.rule", "neyman", "none",
-        "pruning.completions.keep", "0.5", "0.4",
+        "pruning.completions.keep", "auto", "0.4",
     ]  # fmt: skip
     assert "a 2.00 s; b 2.00 s, 1.00 times as long" in shown.text
 
