@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from estimator import Window
 from harness import arguments, finish, mean_and_reach
-from pruning_speedup import FEW, FEWER, TOKENS, arm
 from real_gradients import norm
+from time_to_accuracy import FEW, FEWER, LESS, OFF, pruned
 from training_stages import TASKS, Stage, measure, training_stages
 
 from megatron_dppo.config import Config, replace
@@ -54,11 +54,11 @@ SIZES = (0.25, 0.5, 1.0)
 KEEPS = (1, 0.85, 0.7, 0.5, 0.3), (1, 0.7, 0.5, 0.3, 0.2, "auto")
 """Shares of prompts and of completions' tokens: the grid."""
 BASELINE, HALF, DEFAULT = "unpruned", "unpruned, half of the prompts", "0.7 / auto, the default"
-HALF_OF_TOKENS, LESS = ("pruning.completions.keep=0.5",), (TOKENS, "pruning.max_weight=10")
+HALF_OF_TOKENS = ("pruning.completions.keep=0.5",)
 ARMS: Mapping[str, tuple[str, ...]] = {
-    BASELINE: arm("none", "none"),
-    HALF: arm("none", "none"),
-    "unpruned, a quarter": arm("none", "none"),
+    BASELINE: OFF,
+    HALF: OFF,
+    "unpruned, a quarter": OFF,
     DEFAULT: (),
     "0.7 / auto, weights to 5": ("pruning.max_weight=5",),
     "0.7 / auto, weights to 20": ("pruning.max_weight=20",),
@@ -67,12 +67,12 @@ ARMS: Mapping[str, tuple[str, ...]] = {
     "0.5 / 0.3, weights to 10": ("pruning.prompts.keep=0.5", *LESS),
     "0.4 / 0.3, weights to 10": FEW,
     "0.3 / 0.3, weights to 10": FEWER,
-    "prompts 0.7 alone": arm("neyman", "none"),
-    "completions auto alone": arm("none", "neyman"),
-    "completions 0.5 alone": arm("none", "neyman", *HALF_OF_TOKENS),
-    "threshold (DPPO's paper)": arm("threshold", "threshold"),
-    "top_k (CPPO)": arm("none", "top_k"),
-    "greso": arm("greso", "none"),
+    "prompts 0.7 alone": pruned("neyman", "none"),
+    "completions auto alone": pruned("none", "neyman"),
+    "completions 0.5 alone": pruned("none", "neyman", *HALF_OF_TOKENS),
+    "threshold (DPPO's paper)": pruned("threshold", "threshold"),
+    "top_k (CPPO)": pruned("none", "top_k"),
+    "greso": pruned("greso", "none"),
 }
 FRACTIONS = {HALF: 2, "unpruned, a quarter": 4}
 GENEROUS = ("pruning.prompts.floor=0.02", "pruning.max_weight=50")
@@ -148,10 +148,10 @@ class Way:
         scales = np.zeros(metadata.rewards.shape)
         if not len(groups):
             return scales.ravel(), 0.0, 0.0, 1.0
-        pruned = prune_minibatch(part, self.config, objective, keep=pruning.completions.keep, rng=rng)
-        scales[groups] = np.where(pruned.kept, pruned.weight * pruned.coefficient / pruned.normaliser, 0.0)
-        inflation = variance_inflation([(part, pruned)])
-        return scales.ravel(), float(part.response_lengths.sum()), float(part.tokens[pruned.kept].sum()), inflation
+        drawn = prune_minibatch(part, self.config, objective, keep=pruning.completions.keep, rng=rng)
+        scales[groups] = np.where(drawn.kept, drawn.weight * drawn.coefficient / drawn.normaliser, 0.0)
+        inflation = variance_inflation([(part, drawn)])
+        return scales.ravel(), float(part.response_lengths.sum()), float(part.tokens[drawn.kept].sum()), inflation
 
     def step(self, window: Window, draws: int) -> Step:
         rng = np.random.default_rng(0)

@@ -30,7 +30,9 @@ from typing import Any
 from against_trl import Arm as Process
 from against_trl import trl_python
 from harness import arguments, finish, mean_and_reach, package_command, paired_ratio
-from pruning_speedup import FEW, arm, trained
+from time_to_accuracy import FEW, OFF
+
+from megatron_dppo.observe.metrics import read_metrics
 
 HERE = Path(__file__).parent
 CONFIG = "configs/smollm2_steps.yaml"
@@ -53,14 +55,23 @@ class Arm:
 
 
 ARMS = {
-    BASELINE: Arm(24, 5.6e-5, arm("none", "none"), "#475569"),
-    "unpruned, 16 prompts": Arm(44, 4e-5, arm("none", "none", "rollout.prompts_per_step=16"), "#94a3b8"),
-    "pruned, default": Arm(36, 4.7e-5, (), "#2563eb"),
+    BASELINE: Arm(24, 5.6e-5, OFF, "#475569"),
+    "unpruned, 16 prompts": Arm(44, 4e-5, (*OFF, "rollout.prompts_per_step=16"), "#94a3b8"),
+    "pruned, mild": Arm(36, 4.7e-5, ("pruning.completions.keep=0.5", "pruning.max_weight=5"), "#2563eb"),
     "pruned, strong": Arm(48, 3.5e-5, FEW, "#ea580c"),
     TRL: Arm(16, 4e-5, (), "#16a34a"),
 }
 Points = list[tuple[float, float]]
 """Seconds of all steps so far, and held-out accuracy."""
+
+
+def trained(words: Sequence[str], folder: Path, *, seed: int) -> list[dict[str, float]]:
+    """The rows of metrics of one run of ``words``, a configuration and its overrides; its folder is gone afterwards."""
+    own = (f"run.dir={folder}", f"run.seed={seed}", "run.export=false", "run.checkpoint_every=0")
+    package_command("train", *words, *own)
+    rows = read_metrics(folder)
+    shutil.rmtree(folder)
+    return rows
 
 
 def by_us(own: Arm, words: Sequence[str], seed: int, folder: Path) -> list[dict[str, float]]:

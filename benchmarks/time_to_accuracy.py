@@ -44,7 +44,6 @@ from typing import Any
 
 import numpy as np
 from harness import arguments, finish, mean_and_reach, paired_ratio
-from pruning_speedup import FEW, TOKENS, arm
 from scipy.optimize import nnls
 from word_problems import prepared
 
@@ -55,7 +54,17 @@ FACTOR = 1.5
 TUNING_SEEDS = 101, 102
 EVALUATIONS = 20
 EQUAL_NOISE = "equal noise, default"
-LESS = (TOKENS, "pruning.max_weight=10")
+
+
+def pruned(prompts: str, completions: str, *more: str) -> tuple[str, ...]:
+    """The settings of two rules."""
+    return (f"pruning.prompts.rule={prompts}", f"pruning.completions.rule={completions}", *more)
+
+
+LESS = ("pruning.completions.keep=0.3",)
+FEW = ("pruning.prompts.keep=0.4", *LESS)
+FEWER = ("pruning.prompts.keep=0.3", "pruning.prompts.floor=0.15", *LESS)
+OFF = pruned("none", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,6 @@ class Arm:
     """``pruning.*``"""
 
 
-OFF = arm("none", "none")
 UNPRUNED = {
     f"unpruned, {n} prompts": Arm(n, n / 64, lr, OFF) for n, lr in ((64, 3.4e-4), (32, 2.3e-4), (16, 1.5e-4), (8, 1e-4))
 }
@@ -83,10 +91,10 @@ ARMS: dict[str, Arm] = UNPRUNED | {
     ),
     "prompts 0.7, tokens 0.3, 32 prompts": Arm(32, 0.27, 1.5e-4, LESS),
     "prompts 0.4, tokens 0.3, 64 prompts": Arm(64, 0.32, 1.5e-4, FEW),
-    "threshold (DPPO's paper), 32 prompts": Arm(32, 0.33, 1.5e-4, arm("threshold", "threshold")),
-    "top_k (CPPO), 32 prompts": Arm(32, 0.4, 1.5e-4, arm("none", "top_k")),
-    "greso, 32 prompts": Arm(32, 0.47, 1.5e-4, arm("greso", "none")),
-    "dynamic sampling (DAPO), 32 prompts": Arm(32, 0.8, 1.5e-4, arm("dynamic_sampling", "none")),
+    "threshold (DPPO's paper), 32 prompts": Arm(32, 0.33, 1.5e-4, pruned("threshold", "threshold")),
+    "top_k (CPPO), 32 prompts": Arm(32, 0.4, 1.5e-4, pruned("none", "top_k")),
+    "greso, 32 prompts": Arm(32, 0.47, 1.5e-4, pruned("greso", "none")),
+    "dynamic sampling (DAPO), 32 prompts": Arm(32, 0.8, 1.5e-4, pruned("dynamic_sampling", "none")),
 }
 
 
@@ -281,7 +289,7 @@ class Measurement:
         costs = self.costs()
         runs = {name: [self.store.runs[name, rates[name], seed] for seed in seeds] for name in arms}
         taken = {name: [costs.to(run, self.task.accuracy) for run in own] for name, own in runs.items()}
-        pruned = self.best(rates, [name for name in self.arms if name not in UNPRUNED])
+        fastest = self.best(rates, [name for name in self.arms if name not in UNPRUNED])
         ends = [[run.points[-1] for run in runs[name]] for name in (EQUAL_NOISE, control)]
         mean, reach = mean_and_reach([a.accuracy - b.accuracy for a, b in zip(*ends, strict=True)])
         table = {
@@ -304,8 +312,8 @@ class Measurement:
             "accuracy": self.task.accuracy,
             "costs": asdict(costs),
             "control": control,
-            "best_pruned": pruned,
-            "best_time_ratio": table[pruned]["time_ratio"],
+            "best_pruned": fastest,
+            "best_time_ratio": table[fastest]["time_ratio"],
             "equal_noise_time_ratio": table[EQUAL_NOISE]["time_ratio"],
             "equal_noise_run_ratio": paired_ratio(*([costs.seconds(p) for p in end] for end in reversed(ends))),
             "final_accuracy_difference": {"difference": mean, "interval": [mean - reach, mean + reach]},

@@ -1,5 +1,5 @@
 """Word problems of five families as JSONL, and a policy of two million parameters warmed up on them: a second task
-beside the quickstart's sums for ``pruning_speedup.py``.
+beside the quickstart's sums for ``efficiency.py`` and ``time_to_accuracy.py``.
 
 Prompts differ in kind, length and difficulty: a problem has one to six steps of arithmetic. The warm-up's teacher
 forgets most carries and borrows, and in most families stops before the last step more often than not. Rewards see the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 
 from benchmarks.word_problems import FAMILIES, POOL, Prepared, Scratchpad, WordProblem, word_problems
 from megatron_dppo.init import train_bpe, write_model
-from tests.commands import Command, fork_commands
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,18 +88,30 @@ def test_the_longest_prompt_and_answer_fit_the_task_s_limits(problems: list[Word
     assert said <= int(limits["rollout.max_response_tokens"]) * 0.8
 
 
-def test_what_pruning_buys_is_measured_on_them_by_name(tmp_path: Path) -> None:
-    """A policy that stands where the warmed-up one would, so that nothing is warmed up; the pool is made."""
+def test_the_time_to_an_accuracy_is_measured_on_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By name, from a policy that stands where the warmed-up one would; seconds are fitted, and interpolated."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.chdir(tmp_path)
+    import time_to_accuracy as script
+
     folder = tmp_path / "runs" / "word_problems"
     write_model(folder / "warm", hidden=32, layers=1, heads=2, kv_heads=2, head_dim=16, ffn=64)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    words = ["python", str(ROOT / "benchmarks" / "pruning_speedup.py"), "--task", "word_problems", "--json"]
-    words += ["--arms", "unpruned", "--seeds", "1", "--steps", "1", "--eval-every", "1"]
-    words += ["--set", "data.max_prompt_tokens=512", "rollout.prompts_per_step=4"]
-    words += ["rollout.samples_per_prompt=2", "rollout.max_response_tokens=8", "eval.problems=2"]
-    log, errors = tmp_path / "log", tmp_path / "errors"
-    assert Command(words, log, tmp_path, before=partial(fork_commands, errors)).exit_code() == 0, errors.read_text()
-    report = json.loads(log.read_text())
-    assert report["task"] == "word_problems"
-    assert [run["arm"] for run in report["runs"]] == ["unpruned"]
+    assert str(script.Task.named("word_problems").policy) == "runs/word_problems/warm"
     assert len((folder / "train.jsonl").read_text().splitlines()) == POOL
+    draw = random.Random(0)
+    rows = [{"step": 0, "eval/accuracy": 0.1}]
+    for step in range(1, 9):
+        generated, trained = draw.randint(100, 200), draw.randint(100, 300)
+        row = {"step": step, "rollout/generated_tokens": generated, "train/tokens": trained}
+        rows.append(
+            row | {"perf/step_time": 1.0 + 0.02 * generated + 0.01 * trained, "eval/accuracy": 0.1 * step + 0.1}
+        )
+    run = script.Run("arm", 1e-4, 1, list(script.points(rows)))
+    costs = script.Costs.of([run])
+    assert (costs.step, costs.generated, costs.trained) == pytest.approx((1.0, 0.02, 0.01))
+    second, third = (sum(row["perf/step_time"] for row in rows[1 : 1 + steps]) for steps in (2, 3))
+    assert costs.to(run, 0.35) == pytest.approx((second + third) / 2)
+    assert costs.to(run, 0.95) == pytest.approx(sum(row["perf/step_time"] for row in rows[1:])), "not reached"
+    store = script.Store(tmp_path / "store.jsonl")
+    store.add(run)
+    assert script.Store(tmp_path / "store.jsonl").runs.keys() == {("arm", 1e-4, 1)}
