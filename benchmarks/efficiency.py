@@ -8,8 +8,8 @@ the variance of a window's gradient g, is estimated from the window's prompts, a
 of ‖ĝ − g‖² over draws of a rule on the window, with the run's own record of prompts. Since the draws' mean is g, the
 variance of the step is V₀ + D. Under a biased rule this is its mean square error, if the bias is uncorrelated with g.
 
-Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to further steps of the run with a quarter of
-the prompts to all. Each completion that is trained on counts its prompt, too.
+Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the processor's seconds of further steps of
+the run with a quarter of the prompts to all. Each completion that is trained on counts its prompt, too.
 
 All arms share windows, so that they are compared more exactly than V₀ is known. Intervals are 95%, by leaving each
 window out in turn (the jackknife). ``smaller_batch`` is an unpruned step of half of the prompts. ``bound`` is the best
@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -181,14 +182,14 @@ def costs_of(trainer: Trainer, repeats: int = 4) -> Costs:
     for size in SIZES * repeats:
         count = round(size * trainer.config.rollout.prompts_per_step)
         chosen = np.sort(rng.choice(len(trainer.pool), count, replace=False))
-        with trainer.timers("step"):
-            rollouts = trainer.roll_out(StepRollouts(Selection(chosen, np.ones(count), window=count), trainer.step))
-            learned = trainer.train(trainer.plan(rollouts), rollouts)
-        seconds = trainer.timers.take()
+        start = time.process_time()
+        rollouts = trainer.roll_out(StepRollouts(Selection(chosen, np.ones(count), window=count), trainer.step))
+        rolled_out = time.process_time()
+        learned = trainer.train(trainer.plan(rollouts), rollouts)
+        rest = time.process_time() - rolled_out
         trainer.step += 1
-        rolling_out = seconds["perf/rollout_time"]
-        rest = seconds["perf/step_time"] - rolling_out
-        rows.append((rollouts.metadata.response_lengths.sum(), rolling_out, learned["train/tokens"], rest))
+        generated = rollouts.metadata.response_lengths.sum()
+        rows.append((generated, rolled_out - start, learned["train/tokens"], rest))
     generated, rolling_out, trained, rest = np.array(rows, np.float64)[len(SIZES) :].T  # the first of each warms up
     per_generated, once = np.polyfit(generated, rolling_out, 1)
     per_trained, more = np.polyfit(trained, rest, 1)
