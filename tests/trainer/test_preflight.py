@@ -77,7 +77,7 @@ def test_defaults_do_not_contradict_each_other() -> None:
         (["pack.max_tokens=65", "rollout.max_response_tokens=33", "layout.cp=4"], "pack.max_tokens", "to 72 or more"),
         (["loss.updates_per_rollout=8", "rollout.prompts_per_step=10"], "loss.updates_per_rollout", "keep"),
         (["pruning.prompts.floor=0.8"], "pruning.prompts.floor", "0.7 or less"),
-        (["pruning.prompts.function=a.py:b", "pruning.prompts.floor=0.1"], "pruning.prompts.floor", "to 0.2 or more"),
+        (["pruning.prompts.function=a.py:b", "pruning.prompts.floor=0.05"], "pruning.prompts.floor", "to 0.1 or more"),
         (["pruning.prompts.schedule.shape=linear", "pruning.prompts.schedule.off_last=0.9"],
          "pruning.prompts.schedule.ramp", "shares of the run"),
         (["loss.replay_routing=rollout"], "loss.replay_routing", "a mixture of experts"),
