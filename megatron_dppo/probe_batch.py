@@ -278,22 +278,23 @@ class Report:
         return "*" * (pair == self.best) + "+" * (pair == self.configured)
 
     def conclusion(self) -> str:
-        """The sentence that closes the table."""
+        """The sentence that closes the table; a second one if the noise scale is not bounded."""
         noise, (steps, time) = self.noise.value, self.half()
         of_best = f"pruning at {_shares(self.best)} is worth {self.gains[self.best]} of a smaller batch"
         if self.best == UNPRUNED:
             of_best = "no pruning that was tried is worth more than a smaller batch"
-        elif self.configured and self.configured != self.best:
-            of_best += f", at the configured {_shares(self.configured)} {self.gains[self.configured]}"
-        unsure = "the gradient cannot be told from noise (raise --steps or rollout.prompts_per_step)"
+        elif self.configured:
+            own = f", at the configured {_shares(self.configured)} {self.gains[self.configured]}"
+            of_best += ", as configured" if self.configured == self.best else own
+        remedy = "raise --steps or rollout.prompts_per_step"
         if not math.isfinite(noise):
-            return f"{unsure[0].upper()}{unsure[1:]}; {of_best}."
+            return f"The gradient cannot be told from noise ({remedy}); {of_best}."
         ratio = self.batch / noise
-        scale = f"A step of {self.batch} prompts is {ratio:.2g} of the noise scale ({noise:.3g} prompts)"
-        verdict = "a smaller batch would lose little" if ratio >= 1.0 else "noise dominates it"
-        half = f"half of the batch would need {steps:.1f} times as many steps, {time:.2f} of the time"
-        doubt = "" if math.isfinite(self.noise.high) else f", but {unsure}"
-        return f"{scale}{doubt}: {verdict}, and {half}; {of_best}."
+        verdict = "a smaller batch would lose little" if ratio >= 1.0 else "noise dominates the step"
+        half = f"half of the batch would need {steps:.1f} times as many steps and {time:.2f} of the time"
+        scale = f"A step of {self.batch} prompts is {ratio:.2g} of the noise scale ({noise:.3g} prompts), so {verdict}"
+        doubt = f" The gradient cannot be told from noise for certain: {remedy}."
+        return f"{scale}: {half}; {of_best}.{'' if math.isfinite(self.noise.high) else doubt}"
 
 
 def _shares(pair: Pair) -> str:
