@@ -86,8 +86,8 @@ OF_MODULES = {
     "compress predict": OfModule("compress.law_command:add_predict_arguments", "compress.law_command:predict"),
     "export": OfModule("export:add_export_arguments", "export:export"),
 }
-STEPS, LEARNING_STEPS, LEAST_STEPS = 12, 4, 6
-"""Of ``probe-batch``: steps to measure; the first of them, after which its prompt predictor is asked; the fewest."""
+STEPS, LEAST_STEPS = 12, 6
+"""Steps that ``probe-batch`` measures: the default, and the fewest."""
 MODEL = "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model of CONFIG)"
 
 
@@ -228,8 +228,13 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _probe_batch(config: Config, words: Sequence[str], *, steps: int, as_json: bool) -> int:
     if steps < LEAST_STEPS:
-        problem = f"leaves too few to measure: the prompt predictor learns from the first {LEARNING_STEPS}"
+        problem = (
+            f"is too few: the prompt predictor learns from the first {LEAST_STEPS - 2}, and intervals require 2 more"
+        )
         raise UserError("--steps", steps, problem, f"Give {LEAST_STEPS} or more")
+    if config.rollout.prompts_per_step < 2:
+        problem = "has no halves, whose gradients the noise scale compares"
+        raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, "Set it to 2 or more")
     from megatron_dppo.launch.rank import LAUNCHER
     from megatron_dppo.launch.start import run_again
     from megatron_dppo.trainer.preflight import preflight

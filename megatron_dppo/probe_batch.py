@@ -46,7 +46,7 @@ from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
 
 LEARNING_STEPS = 4
-"""Steps from which the prompt predictor learns before it is asked."""
+"""Steps from which the prompt predictor learns before pruning is drawn with it."""
 DRAWS = 8
 """Pruning draws of each pair of shares on each window."""
 SHARES: tuple[tuple[float, ...], tuple[Keep, ...]] = (1.0, 0.7, 0.5, 0.3), (1.0, "auto", 0.5, 0.3)
@@ -60,7 +60,7 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
 
     Args:
         config: of the run.
-        steps: unpruned steps to measure, more than ``LEARNING_STEPS``.
+        steps: unpruned steps to measure, at least ``LEARNING_STEPS`` + 2.
         as_json: print one JSON object.
 
     Raises:
@@ -133,7 +133,7 @@ def noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Estimate:
 
 
 def line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Seconds whatever the size, and seconds per token, by the medians of the smaller and of the larger sizes.
+    """Fixed seconds and seconds per token: the line through the medians of the smaller and of the larger sizes.
 
     Seconds are proportional to tokens if all sizes are within a factor of 1.3, or if the line would be negative at 0.
     """
@@ -153,9 +153,9 @@ class Costs:
     """Seconds of a step. ``Costs(0.1, 0.1, 1e-4, 2e-4)`` are 3.2 s for 10,000 tokens generated and trained on."""
 
     rollout: float
-    """Of rollouts, whatever their size."""
+    """Fixed seconds of rollouts."""
     rest: float
-    """Of all else, whatever its size: planning, weight sync and the fixed part of training."""
+    """Other fixed seconds: planning, weight sync and the fixed part of training."""
     generated: float
     """Of a token generated."""
     trained: float
@@ -192,8 +192,14 @@ class Tally:
 
 
 def gain(pruning: Sequence[Tally], unpruned: Sequence[Tally], costs: Costs) -> Estimate:
-    """Variance × seconds without pruning, over that with pruning, each of the same windows: 1 for a smaller batch, if
-    no seconds are fixed."""
+    """Unpruned over pruned variance × seconds on the same windows, with its interval over windows. A smaller batch has
+    1 if no seconds are fixed.
+
+    Args:
+        pruning: of each window the draws at one pair of shares.
+        unpruned: of each window those without pruning.
+        costs: seconds of a step and its tokens, taken as exact.
+    """
 
     def of(windows: list[int]) -> float:
         ours, full = (sum((each[i] for i in windows), Tally()) for each in (pruning, unpruned))

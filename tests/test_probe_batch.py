@@ -15,10 +15,20 @@ import numpy as np
 import pytest
 
 from megatron_dppo import probe_batch as command
-from megatron_dppo.cli import main
+from megatron_dppo.cli import LEAST_STEPS, main
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.models.actor import Actor
-from megatron_dppo.probe_batch import Costs, Tally, gain, line, noise_scale, own_pair, probe_batch, pruned
+from megatron_dppo.probe_batch import (
+    LEARNING_STEPS,
+    Costs,
+    Tally,
+    gain,
+    line,
+    noise_scale,
+    own_pair,
+    probe_batch,
+    pruned,
+)
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts
 from tests.ranks import RankPool
@@ -147,11 +157,13 @@ def test_rewards_that_are_all_equal_are_refused(folder: Path, ranks: RankPool) -
 
 
 def test_mistakes_are_found_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert LEAST_STEPS == LEARNING_STEPS + 2 == STEPS
     words = ["probe-batch", "configs/quickstart.yaml"]
     assert main([*words, "rollout.prompts_per_step=32", "--print-config"]) == 0
     assert re.search(r"prompts_per_step: 32", capsys.readouterr().out)
     for wrong, named in (
         (["--steps", "5"], "--steps = 5"),
+        (["rollout.prompts_per_step=1"], "rollout.prompts_per_step = 1"),
         (["pack.max_tokens=64"], "pack.max_tokens"),
         (["data.rollouts=a.jsonl"], "data.rollouts"),
         (["--check"], "--check"),
