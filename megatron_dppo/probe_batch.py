@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,7 +36,7 @@ from megatron_dppo.rl.plan import take_groups
 from megatron_dppo.rl.pruning.draw import gradient_noise, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import mixed
-from megatron_dppo.rl.types import Selection, StepMetadata
+from megatron_dppo.rl.types import Floats, Selection, StepMetadata
 from megatron_dppo.rollout.engine import RolloutEngine
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import planner
@@ -52,6 +52,7 @@ DRAWS = 8
 SHARES: tuple[tuple[float, ...], tuple[Keep, ...]] = (1.0, 0.7, 0.5, 0.3), (1.0, "auto", 0.5, 0.3)
 """Shares of prompts and of completions' tokens."""
 Pair = tuple[float, Keep]
+Samples = list[tuple[float, float]]
 UNPRUNED: Pair = (1.0, 1.0)
 
 
@@ -91,11 +92,10 @@ def pruned(config: Config, pair: Pair) -> Config:
         {"rule": "none" if keep == 1.0 else "neyman", "function": None, "keep": keep, "schedule": ScheduleConfig()}
         for keep in pair
     )
-    changes = {
-        "prompts": replace(config.pruning.prompts, **prompts),
-        "completions": replace(config.pruning.completions, **completions, normaliser="full"),
-    }
-    return replace(config, pruning=replace(config.pruning, **changes, noise=None, refill="none"))
+    of_prompts = replace(config.pruning.prompts, **prompts)
+    of_completions = replace(config.pruning.completions, **completions, normaliser="full")
+    pruning = replace(config.pruning, prompts=of_prompts, completions=of_completions, noise=None, refill="none")
+    return replace(config, pruning=pruning)
 
 
 def own_pair(config: Config) -> Pair | None:
@@ -139,10 +139,9 @@ def line(tokens: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
     """
     sizes, taken = np.asarray(tokens, np.float64), np.asarray(seconds, np.float64)
     large = sizes > (sizes.min() + sizes.max()) / 2.0
-    if not large.any() or sizes.max() == 0.0:
+    if not large.any():
         return float(np.median(taken)), 0.0
-    few, many = float(np.median(sizes[~large])), float(np.median(sizes[large]))
-    short, long = float(np.median(taken[~large])), float(np.median(taken[large]))
+    few, many, short, long = (float(np.median(each[of])) for each in (sizes, taken) for of in (~large, large))
     proportional = long / many
     per_token = proportional if many < 1.3 * few else min(max((long - short) / (many - few), 0.0), proportional)
     return long - per_token * many, per_token
@@ -165,47 +164,23 @@ class Costs:
         return self.rollout + self.rest + self.generated * generated + self.trained * trained
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """Sums over the draws of one pair of shares."""
-
-    sampling: float = 0.0
-    """Σ h² over the window, the noise without pruning; see ``gradient_noise``."""
-    noise: float = 0.0
-    """The noise with pruning."""
-    generated: float = 0.0
-    """Tokens."""
-    trained: float = 0.0
-    """Tokens."""
-    draws: int = 0
-
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(Tally)))
-
-    def seconds(self, costs: Costs) -> float:
-        """Of a step."""
-        return costs.of(self.generated / self.draws, self.trained / self.draws)
-
-    def inflation(self) -> float:
-        """``prune/variance_inflation``; 1 without pruning, and if no group is mixed."""
-        return self.noise / self.sampling if self.sampling > 0.0 else 1.0
-
-
-def gain(pruning: Sequence[Tally], unpruned: Sequence[Tally], costs: Costs) -> Estimate:
+def gain(pruning: ArrayLike, unpruned: ArrayLike, costs: Costs) -> Estimate:
     """Unpruned over pruned variance × seconds on the same windows, with its interval over windows. A smaller batch has
     1 if no seconds are fixed.
 
     Args:
-        pruning: of each window the draws at one pair of shares.
-        unpruned: of each window those without pruning.
+        pruning: [n, 4], of each window the means over draws at one pair of shares: variance of sampling and with
+            pruning, both by ``gradient_noise``; tokens generated and trained on.
+        unpruned: [n, 4], likewise without pruning.
         costs: seconds of a step and its tokens, taken as exact.
     """
 
-    def of(windows: list[int]) -> float:
-        ours, full = (sum((each[i] for i in windows), Tally()) for each in (pruning, unpruned))
-        return full.seconds(costs) / ours.seconds(costs) * (full.inflation() / ours.inflation())
+    def product(windows: Floats) -> float:
+        sampling, noise, generated, trained = windows.mean(axis=0).tolist()
+        return (noise / sampling if sampling > 0.0 else 1.0) * costs.of(generated, trained)
 
-    value, reach = jackknife(of, len(unpruned))
+    full, ours = np.asarray(unpruned, np.float64), np.asarray(pruning, np.float64)
+    value, reach = jackknife(lambda rows: product(full[rows]) / product(ours[rows]), len(full))
     return Estimate(value, value - reach, value + reach)
 
 
@@ -221,7 +196,7 @@ class Report:
     generated: float
     trained: float
     mixed: float
-    """Share of the groups."""
+    """Share of groups whose rewards differ."""
     gains: dict[Pair, Estimate]
     configured: Pair | None
 
@@ -231,15 +206,15 @@ class Report:
 
     @property
     def rollout_share(self) -> float:
-        return (self.costs.rollout + self.costs.generated * self.generated) / self.seconds
+        return 1.0 - (self.costs.rest + self.costs.trained * self.trained) / self.seconds
 
     @property
     def best(self) -> Pair:
         return max(self.gains, key=lambda pair: self.gains[pair].value)
 
     def half(self) -> tuple[float, float]:
-        """How many times as many steps half of the prompts need, and how many times as long these take. By the noise
-        scale, steps are proportional to 1 + B/batch (equation 2.11 of the paper)."""
+        """Steps and time that half of the prompts need, relative to all of them. Steps are proportional to 1 + B/batch
+        (section 2.2 of the paper); they are twice as many if B is not known."""
         known = math.isfinite(self.noise.value)
         steps = 1.0 + self.noise.value / (self.batch + self.noise.value) if known else 2.0
         return steps, steps * self.costs.of(self.generated / 2, self.trained / 2) / self.seconds
@@ -248,16 +223,16 @@ class Report:
         """The same as plain numbers; null for an infinite bound."""
         noise = {name: value if math.isfinite(value) else None for name, value in asdict(self.noise).items()}
         gains = [{"prompts": p, "completions": c, **asdict(each)} for (p, c), each in self.gains.items()]
-        computed = {name: getattr(self, name) for name in ("seconds", "rollout_share", "best")}
+        computed = {name: getattr(self, name) for name in ("seconds", "rollout_share", "best", "conclusion")}
         half = dict(zip(("steps", "time"), self.half(), strict=True))
-        return asdict(self) | computed | {"noise": noise, "gains": gains, "half": half, "closing": self.conclusion()}
+        return asdict(self) | computed | {"noise": noise, "gains": gains, "half": half}
 
     def __str__(self) -> str:
         costs, noise = self.costs, self.noise
-        columns = list(dict.fromkeys(c for _, c in self.gains))
+        prompts, completions = (list(dict.fromkeys(shares)) for shares in zip(*self.gains, strict=True))
+        marks = {pair: "*" * (pair == self.best) + "+" * (pair == self.configured) for pair in self.gains}
         rows = [
-            f"{p:7g}" + "".join(f"{self.gains[p, c].value:8.2f}{self._mark((p, c)):2}" for c in columns)
-            for p in dict.fromkeys(p for p, _ in self.gains)
+            f"{p:7g}" + "".join(f"{self.gains[p, c].value:8.2f}{marks[p, c]:2}" for c in completions) for p in prompts
         ]
         interval = f"{noise.low:.3g} to {noise.high:.3g}" if math.isfinite(noise.high) else f"{noise.low:.3g} or more"
         lines = [
@@ -270,41 +245,35 @@ class Report:
             f"batch, prompts                  {self.batch}",
             f"noise scale, prompts            {noise.value:.3g}, 95% interval {interval}",
             "",
-            "gain over a smaller batch (variance x seconds), by shares of prompts and of completions' tokens:",
-            " " * 7 + "".join(f"{c:>8}  " for c in columns).rstrip(),
+            "gain over a smaller batch, in variance x seconds; rows: share of prompts, columns: of completions' tokens",
+            " " * 7 + "".join(f"{c:>8}  " for c in completions).rstrip(),
             *map(str.rstrip, rows),
-            f"* best, {'+ configured' if self.configured else 'configured: rules other than neyman'}",
+            f"* best, {'+ configured' if self.configured else 'the configured rules are others than neyman'}",
             "Variance is estimated as prune/variance_inflation, which was up to 1.5 times too high early in training.",
             "",
-            self.conclusion(),
+            self.conclusion,
         ]
         return "\n".join(lines)
 
-    def _mark(self, pair: Pair) -> str:
-        return "*" * (pair == self.best) + "+" * (pair == self.configured)
-
+    @property
     def conclusion(self) -> str:
         """The sentence that closes the table; a second one if the noise scale is not bounded."""
         noise, (steps, time) = self.noise.value, self.half()
-        of_best = f"pruning at {_shares(self.best)} is worth {self.gains[self.best]} of a smaller batch"
+        of_best = f"pruning at {self.best[0]:g} / {self.best[1]} is worth {self.gains[self.best]} of a smaller batch"
         if self.best == UNPRUNED:
             of_best = "no pruning that was tried is worth more than a smaller batch"
         elif self.configured:
-            own = f", at the configured {_shares(self.configured)} {self.gains[self.configured]}"
+            own = f", at the configured {self.configured[0]:g} / {self.configured[1]} {self.gains[self.configured]}"
             of_best += ", as configured" if self.configured == self.best else own
         remedy = "raise --steps or rollout.prompts_per_step"
         if not math.isfinite(noise):
-            return f"The gradient cannot be told from noise ({remedy}); {of_best}."
+            return f"The gradient cannot be told from noise: {remedy}; {of_best}."
         ratio = self.batch / noise
         verdict = "a smaller batch would lose little" if ratio >= 1.0 else "noise dominates the step"
         half = f"half of the batch would need {steps:.1f} times as many steps and {time:.2f} of the time"
         scale = f"A step of {self.batch} prompts is {ratio:.2g} of the noise scale ({noise:.3g} prompts), so {verdict}"
-        doubt = f" The gradient cannot be told from noise for certain: {remedy}."
+        doubt = f" At 95% the gradient could be 0, so the noise scale is known only from below: {remedy}."
         return f"{scale}: {half}; {of_best}.{'' if math.isfinite(self.noise.high) else doubt}"
-
-
-def _shares(pair: Pair) -> str:
-    return f"{pair[0]:g} / {pair[1]}"
 
 
 class _Probe:
@@ -319,25 +288,20 @@ class _Probe:
         timers: PhaseTimers,
     ) -> None:
         self._parts, self._engine, self._timers = parts, engine, timers
-        self._pool = load_training_pool(parts)
-        self._collector = parts.collector(engine, workers)
+        self._pool, self._collector = load_training_pool(parts), parts.collector(engine, workers)
         self._learner, self._sampler = Learner(parts, timers), PromptSampler(parts.config, self._pool)
         parts.sync(engine, 0)
         check_agreement(parts, engine, self._pool, version=0)
         self._configured = own_pair(config)
         prompts, completions = self._configured or UNPRUNED
-        known = [c for c in (*SHARES[1], completions) if c != "auto"]
-        columns: list[Keep] = [*sorted({*known}, reverse=True)]
-        columns.insert(1, "auto")
+        known = {c for c in (*SHARES[1], completions) if c != "auto"}
+        columns: list[Keep] = [1.0, "auto", *sorted(known - {1.0}, reverse=True)]
         rows = sorted({*SHARES[0], prompts}, reverse=True)
-        self._tallies: dict[Pair, list[Tally]] = {pair: [] for pair in itertools.product(rows, columns)}
-        self._configs = {pair: pruned(config, pair) for pair in self._tallies}
+        self._configs = {pair: pruned(config, pair) for pair in itertools.product(rows, columns)}
+        self._windows: dict[Pair, list[Floats]] = {pair: [] for pair in self._configs}
         self._rng = np.random.default_rng(config.run.seed)
-        self._squares: list[tuple[float, float]] = []
-        self._generated: list[tuple[float, float]] = []
-        self._trained: list[tuple[float, float]] = []
-        self._fixed: list[float] = []
-        self._mixed: list[float] = []
+        self._squares, self._generated, self._trained = Samples(), Samples(), Samples()
+        self._fixed, self._mixed = list[float](), list[float]()
 
     def step(self, step: int) -> None:
         """Roll out, measure gradients, and let the predictor learn. Collective."""
@@ -370,7 +334,7 @@ class _Probe:
             self._fixed.append(fixed + sum(timers.take().values()))
         parts.world.from_leader(lambda: self._learn(metadata, step))
 
-    def _roll_out(self, step: int) -> tuple[CompleteRollouts, list[tuple[float, float]]]:
+    def _roll_out(self, step: int) -> tuple[CompleteRollouts, Samples]:
         """A window's rollouts; and tokens and seconds of each round. Learning steps have two rounds of half of the
         prompts, so that seconds of two sizes are known."""
         selection = self._parts.world.from_leader(lambda: self._sampler.select(step))
@@ -389,19 +353,15 @@ class _Probe:
         self._mixed.append(len(mixed(metadata)) / max(len(metadata.prompt_ids), 1))
         if step >= LEARNING_STEPS:
             for pair, config in self._configs.items():
-                self._tallies[pair].append(sum((self._draw(metadata, config) for _ in range(DRAWS)), Tally()))
+                self._windows[pair].append(np.mean([self._draw(metadata, config) for _ in range(DRAWS)], axis=0))
         self._sampler.remember(metadata)
 
-    def _draw(self, metadata: StepMetadata, config: Config) -> Tally:
+    def _draw(self, metadata: StepMetadata, config: Config) -> tuple[float, float, int, int]:
+        """One draw's row for ``gain``."""
         objective, prompts = objective_for(config.loss), config.pruning.prompts
+        known = {"group_size": metadata.rewards.shape[1], "normalised": objective.normalise}
         selection = select(
-            metadata.prompt_ids,
-            self._sampler.history,
-            prompts,
-            group_size=metadata.rewards.shape[1],
-            normalised=objective.normalise,
-            keep=prompts.keep,
-            rng=self._rng,
+            metadata.prompt_ids, self._sampler.history, prompts, **known, keep=prompts.keep, rng=self._rng
         )
         order = np.argsort(selection.prompt_ids)
         groups = np.searchsorted(metadata.prompt_ids, selection.prompt_ids[order])
@@ -410,7 +370,7 @@ class _Probe:
         )
         drawn = prune_minibatch(part, config, objective, keep=config.pruning.completions.keep, rng=self._rng)
         noise = gradient_noise([(part, drawn)])
-        return Tally(noise[0], sum(noise), float(part.response_lengths.sum()), float(part.tokens[drawn.kept].sum()), 1)
+        return noise[0], sum(noise), part.response_lengths.sum(), part.tokens[drawn.kept].sum()
 
     def report(self) -> Report:
         """
@@ -426,14 +386,15 @@ class _Probe:
         rolling, per_generated = line(*np.array(self._generated).T)
         training, per_trained = line(*np.array(self._trained).T)
         costs = Costs(rolling, training + float(np.median(self._fixed)), per_generated, per_trained)
-        unpruned, total = self._tallies[UNPRUNED], sum(self._tallies[UNPRUNED], Tally())
+        unpruned = np.array(self._windows[UNPRUNED])
+        generated, trained = unpruned[:, 2:].mean(axis=0).tolist()
         return Report(
             batch=config.rollout.prompts_per_step // config.loss.updates_per_rollout,
             noise=noise_scale(whole, halves, config.rollout.prompts_per_step),
             costs=costs,
-            generated=total.generated / total.draws,
-            trained=total.trained / total.draws,
+            generated=generated,
+            trained=trained,
             mixed=float(np.mean(self._mixed)),
-            gains={pair: gain(tallies, unpruned, costs) for pair, tallies in self._tallies.items()},
+            gains={pair: gain(windows, unpruned, costs) for pair, windows in self._windows.items()},
             configured=self._configured,
         )

@@ -21,7 +21,6 @@ from megatron_dppo.models.actor import Actor
 from megatron_dppo.probe_batch import (
     LEARNING_STEPS,
     Costs,
-    Tally,
     gain,
     line,
     noise_scale,
@@ -73,8 +72,8 @@ def test_seconds_are_told_apart_by_sizes_and_are_never_negative() -> None:
 
 def test_a_smaller_batch_gains_nothing() -> None:
     costs = Costs(0.0, 0.0, generated=0.3, trained=0.1)
-    unpruned = [Tally(1.0, 1.0, 100.0, 80.0, 1), Tally(2.0, 2.0, 120.0, 70.0, 1)]
-    half = [Tally(each.sampling, 2 * each.noise, each.generated / 2, each.trained / 2, 1) for each in unpruned]
+    unpruned = np.array([[1.0, 1.0, 100.0, 80.0], [2.0, 2.0, 120.0, 70.0]])
+    half = unpruned * [1.0, 2.0, 0.5, 0.5]
     assert gain(unpruned, unpruned, costs).value == 1.0
     assert gain(half, unpruned, costs).value == pytest.approx(1.0)
     fixed = Costs(0.0, 10.0, generated=0.3, trained=0.1)
