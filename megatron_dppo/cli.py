@@ -10,6 +10,7 @@ import difflib
 import errno
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ COMMANDS = {
         "plan": "Estimate memory, time and cost of a run.",
         "rehearse": "Run an update of one rank on a device that computes nothing: memory, kernels, host waits.",
         "doctor": "Print the installed packages and the hardware that runs will use.",
+        "probe-batch": "Estimate whether a smaller batch would do, and how much to prune.",
         "probe-tree": "Estimate whether tree sampling would help, and where to branch.",
     },
     "Models": {
@@ -84,6 +86,8 @@ OF_MODULES = {
     "compress predict": OfModule("compress.law_command:add_predict_arguments", "compress.law_command:predict"),
     "export": OfModule("export:add_export_arguments", "export:export"),
 }
+STEPS, LEAST_STEPS = 12, 6
+"""Steps that ``probe-batch`` measures: the default, and the fewest."""
 MODEL = "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model of CONFIG)"
 
 
@@ -193,11 +197,15 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     if chosen.command == "probe-tree":
         places = [] if chosen.at is None else [f"probe.at=[{chosen.at}]"]
         words = [*words, *places, *(_model_settings(chosen.model) if chosen.model else [])]
+    if chosen.command == "probe-batch" and chosen.model:
+        words = [*words, *_model_settings(chosen.model)]
     checked = chosen.command in ("train", "sft") and chosen.check is not None
     config = _read(words, load_whole if checked else load_config)
     if chosen.print_config:
         print(as_yaml(config), end="")
         return 0
+    if chosen.command == "probe-batch":
+        return _probe_batch(config, words, steps=chosen.steps, as_json=chosen.json)
     if chosen.command == "launch":
         from megatron_dppo.launch.job import launch
 
@@ -216,6 +224,28 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     from megatron_dppo.launch.start import run
 
     return run(chosen.command, config)
+
+
+def _probe_batch(config: Config, words: Sequence[str], *, steps: int, as_json: bool) -> int:
+    if steps < LEAST_STEPS:
+        problem = (
+            f"is too few: the prompt predictor learns from the first {LEAST_STEPS - 2}, and intervals require 2 more"
+        )
+        raise UserError("--steps", steps, problem, f"Give {LEAST_STEPS} or more")
+    if config.rollout.prompts_per_step < 2:
+        problem = "has no halves, whose gradients the noise scale compares"
+        raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, "Set it to 2 or more")
+    from megatron_dppo.launch.rank import LAUNCHER
+    from megatron_dppo.launch.start import run_again
+    from megatron_dppo.trainer.preflight import preflight
+
+    if LAUNCHER not in os.environ:  # before any rank starts
+        preflight(config, "probe-batch")
+
+    def job(config: Config) -> None:
+        resolve_name("megatron_dppo.probe_batch:probe_batch")(config, steps=steps, as_json=as_json)
+
+    return run_again(["probe-batch", *words, f"--steps={steps}", *["--json"] * as_json], config, job)
 
 
 def _read(words: Sequence[str], load: Callable[[str | None, Sequence[str]], Config] = load_config) -> Config:
@@ -254,7 +284,7 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         for commands in COMMANDS.values()
         for command, what in commands.items()
     }
-    for command in ("train", "sft", "eval", "probe-tree", "serve", "launch"):
+    for command in ("train", "sft", "eval", "probe-tree", "probe-batch", "serve", "launch"):
         _add_settings(command, parsers[command])
     _add_eval_arguments(parsers["eval"])
     _add_plan_arguments(parsers["plan"])
@@ -285,6 +315,11 @@ def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--executor", choices=("local", "slurm"), default="local", help=what)
         parser.add_argument("--dry-run", action="store_true", help="print the job as a script that can be submitted")
         parser.add_argument("--detach", action="store_true", help="do not wait for the end of a Slurm job")
+    if command == "probe-batch":
+        parser.add_argument("--model", metavar="FOLDER", help=MODEL)
+        what = "unpruned steps to measure (default: %(default)s)"
+        parser.add_argument("--steps", metavar="N", type=int, default=STEPS, help=what)
+        parser.add_argument("--json", action="store_true", help="print JSON")
     if command == "probe-tree":
         parser.add_argument("--model", metavar="FOLDER", help=MODEL)
         what = "branching points, as fractions of the mean response length (default: probe.at)"

@@ -10,15 +10,18 @@ in the order in which they were asked for, whichever is answered first.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
 from megatron_dppo.bridge.checkpoint_folder import TRACKER, damaged
 from megatron_dppo.config import Config
+from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.estimate.assumptions import GPUS
 from megatron_dppo.estimate.memory import parameters_of
 from megatron_dppo.evaluation.evaluator import Evaluator, evaluate, open_verifiers
+from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_sharing
 from megatron_dppo.observe.timers import PhaseTimers, Profiler, Usage
 from megatron_dppo.observe.watchdog import Watchdog
@@ -27,11 +30,11 @@ from megatron_dppo.process import lifetime
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step, unpruned
-from megatron_dppo.rl.types import StepPlan
+from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts, read_in_flight, write_in_flight
 from megatron_dppo.trainer.agreement import check_agreement
-from megatron_dppo.trainer.assemble import assemble_policy, load_pools, lock_run
+from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.collapse import CollapseGuard
 from megatron_dppo.trainer.functions import adopt_rules
@@ -186,17 +189,7 @@ class Trainer:
         """Decide on one rank what is trained on, with which weight, and where: from lengths and rewards, and from the
         prompts for what packs share."""
         config, metadata = choose_sharing(self.config), rollouts.metadata
-        shares = self.world.leads and config.pack.share_prefixes != "off"
-        plan_with = partial(
-            plan_step,
-            replicas=self.world.dp,
-            align=config.layout.row_multiple,
-            capacity_multiple=self.world.capacity_multiple(config.layout, config.pack.max_tokens),
-            step=self.step,
-            pipeline=config.layout.pp,
-            costs=CostModel.of_width(self.policy.shape.hidden),
-            prompts=[self.pool[int(row)].token_ids for row in metadata.prompt_ids] if shares else (),
-        )
+        plan_with = planner(self.policy, self.pool, metadata, self.step)
         if self.config.pruning.completions.score == "head":
             everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(config)))
             metadata = self.learner.measure_score_norms(metadata, everything, rollouts.held)
@@ -275,6 +268,25 @@ class Trainer:
             oldest, routed = self.version + later - self.config.rollout.ahead, self.policy.routing is not None
             if not all(self.world.gather(rollouts.fit(self.config, oldest=oldest, routed=routed))):
                 rollouts.restart()
+
+
+def planner(
+    parts: PolicyParts[Actor], pool: PromptPool, metadata: StepMetadata, step: int
+) -> Callable[[StepMetadata, Config], StepPlan]:
+    """``plan_step`` for the groups of a step on these ranks, counted from 0; it takes their metadata and a
+    configuration. Only the leader may call it."""
+    config, world = choose_sharing(parts.config), parts.world
+    shares = world.leads and config.pack.share_prefixes != "off"
+    return partial(
+        plan_step,
+        replicas=world.dp,
+        align=config.layout.row_multiple,
+        capacity_multiple=world.capacity_multiple(config.layout, config.pack.max_tokens),
+        step=step,
+        pipeline=config.layout.pp,
+        costs=CostModel.of_width(parts.shape.hidden),
+        prompts=[pool[int(row)].token_ids for row in metadata.prompt_ids] if shares else (),
+    )
 
 
 def _is_older(file: Path, than: Path) -> bool:

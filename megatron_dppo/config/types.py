@@ -23,7 +23,7 @@ Keep = Fraction | Literal["auto"]
 Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 
-Command = Literal["train", "sft", "eval", "probe-tree", "compress", "serve"]
+Command = Literal["train", "sft", "eval", "probe-tree", "probe-batch", "compress", "serve"]
 """Command that settings are checked for."""
 TRAINING: tuple[Command, ...] = ("train", "sft")
 """Commands that write to ``run.dir``, each alone."""

@@ -149,15 +149,7 @@ class Learner:
             packs = {i: self._packs(m, held) for i, m in enumerate(plan.minibatches) if m.capacity}
         with self._timers("log_probs"):
             microbatches = {i: self._microbatches(plan.minibatches[i], p) for i, p in packs.items()}
-        settings = self._config.loss
-        cap = importance_cap(self._config)
-        loss = PolicyLoss(
-            self._objective,
-            kl_coef=settings.kl_coef,
-            tis_cap=cap,
-            version=version,
-            distillation_coef=settings.distillation_coef,
-        )
+        loss = self._loss(version)
         totals: dict[str, float] = {}
         norms: list[float] = []
         loads: list[dict[str, float]] = []
@@ -186,6 +178,33 @@ class Learner:
             )
             metrics |= {name: sum(load[name] for load in loads) / len(loads) for name in loads[0]}
         return metrics
+
+    def gradient_norm(self, minibatch: MinibatchPlan, held: Mapping[int, Group], *, version: int) -> float:
+        """The norm of a minibatch's gradient, before any clipping; 0 if it kept nothing. No weight changes. Collective.
+
+        Args:
+            minibatch: the same on every rank.
+            held: as for ``learn``.
+            version: of the actor's weights.
+        """
+        if minibatch.capacity == 0:
+            return 0.0
+        with self._timers("deliver"):
+            packs = self._packs(minibatch, held)
+        with self._timers("log_probs"):
+            microbatches = self._microbatches(minibatch, packs)
+        with self._timers("actor_train"):
+            return self._actor.gradient_norm(microbatches, self._loss(version))
+
+    def _loss(self, version: int) -> PolicyLoss:
+        settings = self._config.loss
+        return PolicyLoss(
+            self._objective,
+            kl_coef=settings.kl_coef,
+            tis_cap=importance_cap(self._config),
+            version=version,
+            distillation_coef=settings.distillation_coef,
+        )
 
     def measure_score_norms(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
         """The metadata with the exact norms √Σ_t ‖e_t − p_t‖² of all scores, by a forward pass. Collective.

@@ -113,7 +113,7 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
     yield partial(_check_tokens, config)
     if config.data.chat_template:
         yield partial(check_template, config.model.folder)
-    if command == "train":
+    if command in ("train", "probe-batch"):
         for teacher in config.loss.distillation.models:
             yield partial(_check_teacher, config, shape, teacher, config.loss.distillation.setting_of(teacher))
     if command != "sft":
@@ -238,7 +238,7 @@ def _check_data(config: Config, command: Command) -> None:
         for training in sources_of(config.data, "train"):
             if not are_stored(training):
                 _check_file(training, config, command)
-    if command in ("sft", "probe-tree", "compress") or config.eval.problems == 0:
+    if command in ("sft", "probe-tree", "probe-batch", "compress") or config.eval.problems == 0:
         return
     held_out = sources(config)
     if command == "eval" and not held_out:
@@ -267,7 +267,7 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
         GENERATORS[source.name].check(config.data)
         return
     examples = read_examples(source, config.data, "train", responses=command == "sft")
-    if command == "train" and source.setting in ("data.train", "data.rollouts"):
+    if command in ("train", "probe-batch") and source.setting in ("data.train", "data.rollouts"):
         config.loss.distillation.check_sources(example.data_source for example in examples)
     if command != "sft" and source.setting != "data.rollouts":
         wanted = len(examples) if source.setting == "data.train" else config.eval.problems

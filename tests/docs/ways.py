@@ -192,6 +192,11 @@ WAYS = (
         append=f"{LAYOUT} rollout.max_response_tokens=32 reward.overlong_buffer=31 probe.prompts=4",  # no reward is 0
     ),
     Way(
+        r"megatron-dppo probe-batch configs/quickstart\.yaml .*",
+        append=f"{LAYOUT} rollout.prompts_per_step=8 rollout.max_response_tokens=32 reward.overlong_buffer=31 "
+        "--steps 6",
+    ),
+    Way(
         r"megatron-dppo eval configs/qwen3_4b_math\.yaml --model runs/qwen3_4b_math .*",
         replace={"--model runs/qwen3_4b_math": "--model runs/quickstart/warm"},
         append=f"{EVALUATED} {HERE}",

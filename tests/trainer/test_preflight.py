@@ -292,7 +292,7 @@ def test_adapters_that_peft_could_not_load_are_refused_before_the_run(tmp_path: 
     preflight(_config(tmp_path / "policy", tmp_path, *asked, "run.export=false"), "train")
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "eval", "probe-tree"])
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "probe-tree", "probe-batch"])
 def test_tokens_that_the_embedding_has_no_row_for_are_refused_for_every_command(
     command: str, policy: Path, tmp_path: Path
 ) -> None:
