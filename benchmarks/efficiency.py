@@ -149,7 +149,7 @@ class Way:
         scales = np.zeros(metadata.rewards.shape)
         if not len(groups):
             return scales.ravel(), 0.0, 0.0, 1.0
-        drawn = prune_minibatch(part, self.config, objective, keep=pruning.completions.keep, rng=rng)
+        drawn = prune_minibatch(part, self.config, objective, keep=pruning.completions.share, rng=rng)
         scales[groups] = np.where(drawn.kept, drawn.weight * drawn.coefficient / drawn.normaliser, 0.0)
         inflation = variance_inflation([(part, drawn)])
         return scales.ravel(), float(part.response_lengths.sum()), float(part.tokens[drawn.kept].sum()), inflation

@@ -65,7 +65,9 @@ def step_lengths(ranks: int, seed: int) -> dict[str, Ints]:
     norms = np.sqrt(responses * rng.uniform(0.1, 0.5, responses.shape))
     step = step_metadata(rewards, responses, prompts, score_norms=norms)
     config = Config()
-    kept = prune_minibatch(step, config, objective_for(config.loss), keep=config.pruning.completions.keep, rng=rng).kept
+    kept = prune_minibatch(
+        step, config, objective_for(config.loss), keep=config.pruning.completions.share, rng=rng
+    ).kept
     sequences = prompts[:, None] + responses
     return {"whole": sequences.ravel(), "pruned": sequences[kept]}
 
