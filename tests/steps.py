@@ -13,12 +13,14 @@ import torch
 
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import (
+    CompletionPruningConfig,
     Config,
     LayoutConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
     PackConfig,
+    PruningConfig,
     RolloutConfig,
 )
 from megatron_dppo.observe.timers import PhaseTimers
@@ -47,6 +49,7 @@ def config_for(
         model=ModelConfig(path=str(path)),
         layout=layout,
         loss=loss,
+        pruning=PruningConfig(completions=CompletionPruningConfig(keep=0.5), max_weight=5.0),
         pack=PackConfig(max_tokens=pack_tokens, share_prefixes=share),
         rollout=RolloutConfig(temperature=0.8, samples_per_prompt=SAMPLES, max_logprob_diff=100.0, max_prob_error=1e30),
         optimizer=OptimizerConfig(lr=1.0, eps=1.0, clip_grad=0.0, distributed=distributed),

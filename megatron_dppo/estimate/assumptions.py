@@ -63,8 +63,8 @@ class Assumptions:
     low_share: float = 0.5
     """Share of scores below the mean, which the rules called threshold prune. A guess."""
     efficient_share: float = 0.5
-    """Share of the tokens with a gradient that ``pruning.completions.keep=auto`` trains on: 0.76 early, 0.44 in the middle
-    and 0.37 late in a run on sums (benchmarks/efficiency.py)."""
+    """Share of the tokens with a gradient that ``pruning.completions.keep=auto`` trains on: 0.76 early, 0.44 in the
+    middle and 0.37 late in a run on sums (benchmarks/efficiency.py)."""
     pack_fill: float = 0.99
     """Share of a pack's slots with tokens, if several sequences fit (benchmarks/packing.py finds 0.99)."""
     busy_share: float = 0.85

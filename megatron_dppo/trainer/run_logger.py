@@ -242,6 +242,7 @@ def _idle(config: Config) -> Iterator[str]:
         (prompts.rule == "neyman", ("pruning.prompts.floor",)),
         (predicts, ("pruning.prompts.predictor",)),
         (rounds, ("pruning.max_rounds",)),
+        (prompts.rule == "greso", ("pruning.refill",)),
         (completions.rule != "none", ("pruning.completions.",)),
         (completions.named == "neyman", ("pruning.completions.score",)),
         (config.optimizer.schedule != "constant", ("optimizer.min_lr",)),

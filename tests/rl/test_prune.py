@@ -35,9 +35,7 @@ def test_it_wants_numpy_alone(tmp_path: Path):
     assert not succeeds("import pydantic")
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"sequence_mean": False, "prompt_lengths": 20}, {"logprobs": None}, {"budget": "auto"}]
-)
+@pytest.mark.parametrize("options", [{}, {"sequence_mean": False, "prompt_lengths": 20}, {"logprobs": None}])
 def test_the_mean_weight_of_each_completion_is_one(options: dict[str, object], monkeypatch: pytest.MonkeyPatch):
     """Law 2 over an even grid of the draw's offset: that misses each probability by at most one part in ``DRAWS``."""
     given = {**batch(), "budget": 0.4, **options}
@@ -67,6 +65,12 @@ def test_without_log_probabilities_the_advantage_alone_is_the_score():
     masks = [prune(*group, budget=0.5, sequence_mean=False, seed=seed).mask for seed in range(99)]
     often = np.mean(masks, axis=(0, 1))
     assert often[::2].min() > 0.9 > 0.7 > often[1::2].max()
+
+
+def test_the_most_efficient_share_keeps_part_of_what_has_a_gradient():
+    given = batch(prompts=60)
+    kept, mixed = prune(**given, budget="auto", max_weight=50.0).mask, given["rewards"].std(axis=1) > 0
+    assert 0.2 < kept[mixed].mean() < 0.95
 
 
 def test_a_trainer_may_have_advantages_of_its_own():

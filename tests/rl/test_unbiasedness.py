@@ -312,7 +312,7 @@ def test_a_share_that_knows_the_draw_is_biased(world, monkeypatch, chosen, biase
     """E[M/π] of every completion that has a gradient is 1, integrated over the draw's one number."""
     config = settings("none", "neyman", keep="auto", name="grpo")
     everything = world.metadata(Selection(np.arange(PROMPTS), np.ones(PROMPTS), window=PROMPTS))
-    offsets, total = (np.arange(2000) + 0.5) / 2000, 0.0
+    offsets, total = (np.arange(200) + 0.5) / 200, 0.0
     for offset in offsets:
         if biased:
             monkeypatch.setattr(draw, "efficient_keep", lambda *_, offset=offset, **__: 0.3 if offset < 0.5 else 0.6)

@@ -189,7 +189,7 @@ def test_a_finished_run_is_shown_and_not_rewritten_and_never_under_other_setting
         reward.write_text(REWARD + "# another")
         assert run_alone(policy, run, "loss.name=gspo", "pruning.completions.keep=0.3") == 2
         said = (tmp_path / "run.log").read_text()
-        assert "holds 6 steps" in said and "loss.name = gspo (was grpo)" in said and "keep = 0.3 (was 0.5)" in said
+        assert "holds 6 steps" in said and "loss.name = gspo (was grpo)" in said and "keep = 0.3 (was auto)" in said
         assert "reward.function: reward.py has changed" in said
         assert "run.resume=anyway" in said and "Traceback" not in said
         assert run_alone(policy, run, "loss.name=gspo", "run.resume=anyway") == 0

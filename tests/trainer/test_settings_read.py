@@ -29,7 +29,8 @@ SMALL = (
 FROM_A_FILE = "data.train={folder}/rows.jsonl"
 KINDS: Mapping[str, tuple[str, ...]] = {
     "pruned": (
-        "pruning.prompts.schedule.shape=cosine", "pruning.completions.keep=0.5", "pruning.completions.schedule.shape=linear"
+        "pruning.prompts.schedule.shape=cosine", "pruning.completions.keep=0.5",
+        "pruning.completions.schedule.shape=linear",
     ),
     "neither pruned nor evaluated": (
         "pruning.prompts.rule=none", "pruning.completions.rule=none", "eval.problems=0", "optimizer.schedule=cosine"
