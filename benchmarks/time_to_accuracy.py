@@ -345,7 +345,7 @@ def main() -> None:
         config=Path("configs/quickstart.yaml"),
         seeds=5,
         steps=(48, "of the largest unpruned batch, as much work as which a run may take"),
-        store=(Path("runs/time_to_accuracy.jsonl"), "all runs"),
+        store=(Path("benchmarks/results/time_to_accuracy.jsonl"), "all runs"),
         jobs=(1, "runs at a time"),
     )
     parser.add_argument("--task", choices=("sums", "word_problems"), default="sums")

@@ -37,7 +37,7 @@ def scheduled_keep(keep: Keep, schedule: ScheduleConfig, step: int, total_steps:
     if total_steps - step <= round(schedule.off_last * total_steps):
         return 1.0
     ramp = schedule.ramp * total_steps
-    if keep == "auto" or schedule.shape == "constant" or step >= ramp:
+    if schedule.shape == "constant" or keep == "auto" or step >= ramp:
         return keep
     progress = step / ramp
     if schedule.shape == "cosine":
