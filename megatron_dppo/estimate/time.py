@@ -202,16 +202,17 @@ def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
 VARIANCES: Mapping[tuple[Keep, Keep], tuple[float, float]] = {
     (1.0, 1.0): (1.0, 1.0),
     (1.0, 0.5): (1.0, 1.0),
-    (0.7, 1.0): (1.08, 1.37),
-    (0.7, 0.5): (1.09, 1.37),
-    (0.7, 0.3): (1.17, 1.37),
-    (0.7, 0.2): (1.29, 1.37),
-    (0.5, 0.3): (1.51, 1.86),
-    (0.4, 0.3): (1.84, 2.55),
-    (0.3, 0.3): (2.67, 3.3),
+    (1.0, "auto"): (1.01, 1.05),
+    (0.7, 1.0): (1.14, 1.33),
+    (0.7, "auto"): (1.16, 1.34),
+    (0.7, 0.5): (1.14, 1.33),
+    (0.7, 0.3): (1.25, 1.33),
+    (0.5, 0.3): (1.58, 1.85),
+    (0.4, 0.3): (1.98, 2.32),
+    (0.3, 0.3): (2.77, 3.81),
 }
 """By how much ``neyman`` at these shares of prompts and of completions' tokens multiplies the gradient's variance: the
-least and the most of three stages of a run on sums (``benchmarks/efficiency.py``)."""
+least and the most of three stages of two toy tasks (``benchmarks/efficiency.py``)."""
 
 
 def measured_variance(config: Config) -> tuple[float, float] | None:

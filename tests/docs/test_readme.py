@@ -16,7 +16,7 @@ from tests.docs.documents import ROOT, prose, text_of
 README = "README.md"
 RESULTS = ROOT / "benchmarks/results"
 CURVE: dict[str, Any] = json.loads((RESULTS / "speed_curve.json").read_text())
-EFFICIENCY: list[dict[str, Any]] = json.loads((RESULTS / "efficiency.json").read_text())["stages"]
+EFFICIENCY: dict[str, Any] = json.loads((RESULTS / "efficiency.json").read_text())
 REAL: list[dict[str, Any]] = json.loads((RESULTS / "real_curves.json").read_text())["runs"]
 ROW = re.compile(r"^.*\|.*$", re.MULTILINE)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
@@ -49,9 +49,9 @@ def _said_of_the_curve() -> list[str]:
     steps = [f"{arm['step_time_ratio']['ratio']:.1f}" for arm in (default, strong)]
     seconds = {name: f"{arm['seconds_to_accuracy']:.0f} s" for name, arm in arms.items()}
     return [
-        f"is {steps[0]} (default) to {steps[1]} (strong, keeping 30%) times faster",
+        f"is {steps[0]} (mild) to {steps[1]} (strong, keeping 30%) times faster",
         f"64 unpruned prompts a step reached 60% accuracy in {seconds['unpruned, 64 prompts']}",
-        f"Default pruning took {seconds['pruned, default']}, strong pruning {seconds['pruned, strong']}",
+        f"Mild pruning took {seconds['pruned, default']}, strong pruning {seconds['pruned, strong']}",
         f"{prompts[0]} unpruned prompts {seconds[smaller]}",
     ]
 
@@ -72,13 +72,27 @@ def _said_of_the_picture() -> list[str]:
 
 
 def test_efficiency_is_told_as_it_is_stored() -> None:
-    page, readme = (" ".join(text_of(name).split()) for name in ("docs/pruning_measured.md", README))
-    for arm in EFFICIENCY[0]["arms"].keys() - {"unpruned"}:
-        found = [stage["arms"][arm] for stage in EFFICIENCY]
-        cells = ("{:.2f} [{:.2f}, {:.2f}]".format(each["efficiency"], *each["interval"]) for each in found)
-        assert f"| {' | '.join(cells)} |" in page, arm
-    early, middle, late = (f"{stage['default_efficiency']:.2f}" for stage in EFFICIENCY)
-    assert f"[{early} times faster]" in readme and f"early in training, {middle} later, {late} late" in readme
+    measured, advice, readme = (
+        " ".join(text_of(f).split()) for f in ("docs/pruning_measured.md", "docs/pruning.md", README)
+    )
+    stages = [stage for task in EFFICIENCY.values() for stage in task["stages"]]
+    for arm in EFFICIENCY["sums"]["stages"][0]["arms"].keys() - {"unpruned"}:
+        found = [stage["arms"].get(arm) for stage in stages]
+        cells = (
+            each and f"{each['efficiency']:.2f} ± {(each['interval'][1] - each['interval'][0]) / 2:.2f}"
+            for each in found
+        )
+        assert f"| {' | '.join(cell or '–' for cell in cells)} |" in measured, arm
+    for task in ("sums", "word_problems"):
+        early, middle, late = (f"{stage['default_efficiency']:.2f}" for stage in EFFICIENCY[task]["stages"])
+        assert f"{early}, {middle} and {late} times" in measured and f"{early}, {middle} and {late} times" in advice, (
+            task
+        )
+    toys = [stage for task in ("sums", "word_problems") for stage in EFFICIENCY[task]["stages"]]
+    least, most = (pick(stage["default_efficiency"] for stage in toys) for pick in (min, max))
+    assert f"{least:.1f} to {most:.1f} times" in readme
+    nearest = (pick(stage["default_over_bound"] for stage in toys) for pick in (min, max))
+    assert "{:.2f} to {:.2f} of the best draw found".format(*nearest) in advice
 
 
 def test_the_smaller_batch_is_within_the_noise_of_pruning() -> None:

@@ -15,20 +15,22 @@ from tests.estimate.test_plan import of, plan
 
 ARMS = {
     (1.0, 0.5): "completions 0.5 alone",
+    (1.0, "auto"): "completions auto alone",
     (0.7, 1.0): "prompts 0.7 alone",
-    (0.7, 0.5): "pruned, default",
-    (0.7, 0.3): "pruned, 0.7 / 0.3, weights to 10",
-    (0.7, 0.2): "pruned, 0.7 / 0.2, weights to 20",
-    (0.5, 0.3): "pruned, 0.5 / 0.3, weights to 10",
-    (0.4, 0.3): "pruned, 0.4 / 0.3, weights to 10",
-    (0.3, 0.3): "pruned, 0.3 / 0.3, weights to 10",
+    (0.7, "auto"): "0.7 / auto, the default",
+    (0.7, 0.5): "0.7 / 0.5, weights to 5",
+    (0.7, 0.3): "0.7 / 0.3, weights to 10",
+    (0.5, 0.3): "0.5 / 0.3, weights to 10",
+    (0.4, 0.3): "0.4 / 0.3, weights to 10",
+    (0.3, 0.3): "0.3 / 0.3, weights to 10",
 }
 
 
 def test_variances_are_those_that_were_measured() -> None:
-    stages = json.loads((ROOT / "benchmarks" / "results" / "efficiency.json").read_text(encoding="utf-8"))["stages"]
-    found = {keep: [stage["arms"][arm]["variance"] for stage in stages] for keep, arm in ARMS.items()}
-    expected = {keep: (round(min(of_all), 2), round(max(of_all), 2)) for keep, of_all in found.items()}
+    found = json.loads((ROOT / "benchmarks" / "results" / "efficiency.json").read_text(encoding="utf-8"))
+    stages = [stage for task in ("sums", "word_problems") for stage in found[task]["stages"]]
+    measured = {keep: [stage["arms"][arm]["variance"] for stage in stages] for keep, arm in ARMS.items()}
+    expected = {keep: (round(min(of_all), 2), round(max(of_all), 2)) for keep, of_all in measured.items()}
     assert expected | {(1.0, 1.0): (1.0, 1.0)} == VARIANCES
 
 
@@ -44,14 +46,14 @@ def test_the_smaller_batch_is_as_noisy_and_its_seconds_are_those_of_its_own_plan
 
 def test_a_plan_says_it_in_words_and_as_json() -> None:
     made = plan()
-    assert made.variance == VARIANCES[0.7, 0.5] and made.efficiency is not None
+    assert made.variance == VARIANCES[0.7, "auto"] and made.efficiency is not None
     least, most = made.efficiency
     assert f"takes {least:.2f} to {most:.2f} times as long" in "\n".join(as_text(made))
     assert as_json(made)["efficiency"] == [least, most]
 
 
 def test_what_was_not_measured_has_no_figure() -> None:
-    assert measured_variance(of("pruning.prompts.rule=none")) == (1.0, 1.0)
+    assert measured_variance(of("pruning.prompts.rule=none")) == VARIANCES[1.0, "auto"]
     for words in ("pruning.prompts.rule=greso", "pruning.completions.schedule.shape=linear"):
         assert measured_variance(of(words)) is None
     made = plan("pruning.completions.rule=top_k")
@@ -66,7 +68,7 @@ def test_the_page_shows_what_a_plan_prints(name: str) -> None:
     from megatron_dppo.settings import load_config
 
     line = next(line for line in text_of("docs/scaling.md").splitlines() if line.startswith(f"| `{name}.yaml`"))
-    for cell, (prompts, completions) in zip(line.split("|")[2:5], [(0.7, 0.5), (0.7, 0.3), (0.4, 0.3)], strict=True):
+    for cell, (prompts, completions) in zip(line.split("|")[2:5], [(0.7, "auto"), (0.7, 0.5), (0.4, 0.3)], strict=True):
         words = [f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}", "pruning.max_weight=10"]
         found = make_plan(load_config(str(ROOT / "configs" / f"{name}.yaml"), words), Assumptions()).efficiency
         assert found is not None and re.findall(r"[\d.]+", cell) == [f"{each:.2f}" for each in found]
