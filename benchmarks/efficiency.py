@@ -22,7 +22,9 @@ many of 32 further answers are right, and of each completion its true norm.
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,7 +191,7 @@ def costs_of(trainer: Trainer, repeats: int = 4) -> Costs:
         rest = time.process_time() - rolled_out
         trainer.step += 1
         generated = rollouts.metadata.response_lengths.sum()
-        rows.append((generated, rolled_out - start, learned["train/tokens"], rest))
+        rows.append((generated, rolled_out - start, learned.get("train/tokens", 0.0), rest))
     generated, rolling_out, trained, rest = np.array(rows, np.float64)[len(SIZES) :].T  # the first of each warms up
     per_generated, once = np.polyfit(generated, rolling_out, 1)
     per_trained, more = np.polyfit(trained, rest, 1)
@@ -335,7 +337,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = options.prompts, options.samples, options.steps, Path(folder)
         visit = partial(visited, options=options)
-        stages = list(training_stages(TASKS[options.task], *sizes, options.settings, visit))
+        stages = []
+        for stage in training_stages(TASKS[options.task], *sizes, options.settings, visit):
+            stages.append(stage)
+            print(json.dumps(stage), file=sys.stderr, flush=True)
     finish({"task": options.task, "stages": stages}, options)
 
 
