@@ -75,7 +75,7 @@ def probe_batch(config: Config, *, steps: int, as_json: bool = False) -> None:
         world.together(workers.wait_ready)
         parts = assemble_policy(pruned(config, UNPRUNED), world, temperature=config.rollout.temperature)
         engine = to_close.enter_context(closing(parts.engine()))
-        probe = _Probe(config, parts, engine, workers, timers)
+        probe = _BatchProbe(config, parts, engine, workers, timers)
         for step in range(steps):
             if world.leads:
                 tell(f"step {step + 1} of {steps}")
@@ -156,9 +156,9 @@ class Costs:
     rest: float
     """Other fixed seconds: planning, weight sync and the fixed part of training."""
     generated: float
-    """Of a token generated."""
+    """Per token generated."""
     trained: float
-    """Of a token trained on."""
+    """Per token trained on."""
 
     def of(self, generated: float, trained: float) -> float:
         return self.rollout + self.rest + self.generated * generated + self.trained * trained
@@ -276,7 +276,7 @@ class Report:
         return f"{scale}: {half}; {of_best}.{'' if math.isfinite(self.noise.high) else doubt}"
 
 
-class _Probe:
+class _BatchProbe:
     """A policy whose weights stay, and everything measured of its steps so far. All times are this rank's."""
 
     def __init__(

@@ -161,7 +161,7 @@ def _times(made: Plan) -> Iterator[str]:
 
 
 def _efficiency(made: Plan) -> Iterator[str]:
-    """What pruning is worth beside a smaller batch."""
+    """The worth of pruning beside a smaller batch."""
     if made.variance is None or made.efficiency is None:
         yield "The variance of this pruning was not measured: a smaller batch may do as well. Set assume.variance to a"
         yield "run's prune/variance_inflation."
