@@ -99,6 +99,7 @@ def test_log_probabilities_may_be_padded():
         ({"lengths": [3, 4]}, "lengths"),
         ({"rule": "best"}, "best"),
         ({"budget": 0.0}, "budget"),
+        ({"budget": "auto", "rule": "top_k"}, "'auto' is for rule='neyman'"),
         ({"logprobs": [[[0.0]] * 8] * 6}, r"logprobs\[0\]\[0\] has 1 log-prob"),
         ({"logprobs": [[[0.0]] * 7] * 6}, "6 prompts of 8"),
     ],

@@ -100,6 +100,8 @@ def prune(
         raise ValueError(f"lengths {length.shape} and rewards {reward.shape} should both be [prompts, completions].")
     if rule not in COMPLETION_RULES:
         raise ValueError(f"rule={rule!r} is none of {', '.join(COMPLETION_RULES)}.")
+    if budget == "auto" and rule != "neyman":
+        raise ValueError(f"budget='auto' is for rule='neyman'; give a share for rule={rule!r}.")
     share = 1.0 if budget == "auto" else budget
     if not (0.0 < share <= 1.0 <= max_weight and (length > 0).all() and np.isfinite(reward).all()):
         raise ValueError("0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards.")
