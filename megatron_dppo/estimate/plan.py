@@ -72,34 +72,16 @@ class Plan:
     unpruned: StepTime
     cost: Cost
     cost_unpruned: Cost
+    variance: tuple[float, float] | None
+    """By how much pruning multiplies the gradient's variance, at least and at most; None if that is not known."""
+    efficiency: tuple[float, float] | None
+    """Seconds of an unpruned step of so many fewer prompts that it is as noisy, over those with pruning: at least and
+    at most; None if ``variance`` is not known."""
 
     @property
     def speed_up(self) -> float:
         """Seconds of a step without pruning over those with it."""
         return self.unpruned.seconds / self.pruned.seconds
-
-    @property
-    def variance(self) -> tuple[float, float] | None:
-        """By how much pruning multiplies the gradient's variance, at least and at most; None if that is not known."""
-        given = self.assumptions.variance
-        return measured_variance(self.config) if given is None else (given, given)
-
-    @property
-    def efficiency(self) -> tuple[float, float] | None:
-        """Seconds of an unpruned step of so many fewer prompts that it is as noisy, over those with pruning, at least
-        and at most; None if the variance is not known."""
-        if self.variance is None:
-            return None
-        worst, best = (self.smaller_batch(factor).seconds / self.pruned.seconds for factor in reversed(self.variance))
-        return worst, best
-
-    def smaller_batch(self, factor: float) -> StepTime:
-        """An unpruned step of as many fewer prompts."""
-        config = without_pruning(self.config)
-        prompts = max(1, round(config.rollout.prompts_per_step / factor))
-        fewer = replace(config, rollout=replace(config.rollout, prompts_per_step=prompts))
-        setup = Setup(fewer, shape_of(fewer.model.path), self.placement, self.assumptions)
-        return step_time(setup, concurrency=max(self.server.concurrency, 1))
 
 
 def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = None) -> Plan:
@@ -125,7 +107,16 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
 
     changes, closest = ([], None) if fits else remedies(config, shape, lack)
     pruned = step_time(setup, concurrency=most)
-    unpruned = step_time(dataclasses.replace(setup, config=without_pruning(config)), concurrency=most)
+
+    def unpruned_step(prompts: int) -> StepTime:
+        rollout = replace(config.rollout, prompts_per_step=max(1, prompts))
+        fewer = replace(without_pruning(config), rollout=rollout)
+        return step_time(dataclasses.replace(setup, config=fewer), concurrency=most)
+
+    prompts, given = config.rollout.prompts_per_step, assume.variance
+    variance = measured_variance(config) if given is None else (given, given)
+    as_noisy = variance and [unpruned_step(round(prompts / factor)).seconds / pruned.seconds for factor in variance]
+    unpruned = unpruned_step(prompts)
     return Plan(
         config=config,
         assumptions=assume,
@@ -141,6 +132,8 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         unpruned=unpruned,
         cost=_cost(setup, pruned),
         cost_unpruned=_cost(setup, unpruned),
+        variance=variance,
+        efficiency=(as_noisy[1], as_noisy[0]) if as_noisy else None,
     )
 
 
@@ -182,9 +175,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     for part, memory in ((found["actor"], plan.actor), (found["server"]["memory"], plan.server.memory)):
         part |= {"total": memory.total, "fits": memory.fits}
     found["disk"] |= {"total": plan.disk.total}
-    names = ("speed_up", "variance", "efficiency")
-    found |= {name: to_jsonable_python(getattr(plan, name)) for name in names}
-    times = ("pruned", "unpruned", "cost", "cost_unpruned", *names)
+    found["speed_up"] = plan.speed_up
+    times = ("pruned", "unpruned", "cost", "cost_unpruned", "speed_up", "variance", "efficiency")
     return found if plan.fits else found | dict.fromkeys(times)
 
 

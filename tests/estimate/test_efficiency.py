@@ -7,9 +7,12 @@ import re
 
 import pytest
 
-from megatron_dppo.estimate.plan import as_json
+from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.memory import shape_of
+from megatron_dppo.estimate.plan import as_json, make_plan
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.time import VARIANCES, measured_variance
+from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
 from tests.estimate.test_plan import of, plan
 
@@ -44,6 +47,14 @@ def test_the_smaller_batch_is_as_noisy_and_its_seconds_are_those_of_its_own_plan
     assert unpruned.variance == (1.0, 1.0) and unpruned.efficiency == (1.0, 1.0)
 
 
+def test_a_plan_of_another_shape_has_its_own_seconds() -> None:
+    config, smaller = of("rollout.prompts_per_step=64"), shape_of("Qwen/Qwen3-0.6B")
+    off = of("rollout.prompts_per_step=32", "pruning.prompts.rule=none", "pruning.completions.rule=none")
+    made, half = (make_plan(each, Assumptions(variance=2.0), smaller) for each in (config, off))
+    assert made.efficiency is not None
+    assert made.efficiency[0] == pytest.approx(half.pruned.seconds / made.pruned.seconds)
+
+
 def test_a_plan_says_it_in_words_and_as_json() -> None:
     made = plan()
     assert made.variance == VARIANCES[0.7, "auto"] and made.efficiency is not None
@@ -63,9 +74,6 @@ def test_what_was_not_measured_has_no_figure() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_4b_math", "qwen3_32b_dppo", "qwen3_30b_a3b_dppo"])
 def test_the_page_shows_what_a_plan_prints(name: str) -> None:
-    from megatron_dppo.estimate.assumptions import Assumptions
-    from megatron_dppo.estimate.plan import make_plan
-    from megatron_dppo.settings import load_config
 
     line = next(line for line in text_of("docs/scaling.md").splitlines() if line.startswith(f"| `{name}.yaml`"))
     for cell, (prompts, completions) in zip(line.split("|")[2:5], [(0.7, "auto"), (0.7, 0.5), (0.4, 0.3)], strict=True):
