@@ -70,9 +70,10 @@ def settings(
 
 
 REPLACING = {
-    "dynamic_sampling": PruningConfig(prompts=PromptPruningConfig(rule="dynamic_sampling")),
-    "greso": PruningConfig(prompts=PromptPruningConfig(rule="greso"), refill="prompts"),
+    "dynamic_sampling": (WINDOW, PruningConfig(prompts=PromptPruningConfig(rule="dynamic_sampling"))),
+    "greso": (2 * WINDOW, PruningConfig(prompts=PromptPruningConfig(rule="greso"), refill="prompts")),
 }
+"""Prompts of a step, and its rules."""
 
 
 @pytest.mark.parametrize("rule", REPLACING)
@@ -80,13 +81,15 @@ def test_prompts_of_no_use_are_replaced_and_a_run_that_dies_goes_on_bit_by_bit(
     rule: str, policy: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Also with a batch in flight, which took several rounds, in the checkpoint."""
-    configs = [settings(policy, tmp_path / name, ONE, REPLACING[rule], ahead=1) for name in ("whole", "died")]
+    prompts, pruning = REPLACING[rule]
+    configs = [settings(policy, tmp_path / name, ONE, pruning, ahead=1) for name in ("whole", "died")]
+    configs = [replace(each, rollout=replace(each.rollout, prompts_per_step=prompts)) for each in configs]
     ranks.run(1, live, configs[0])
     ranks.run(1, die, configs[1])
     ranks.run(1, live, configs[1])
     whole = rows(tmp_path / "whole")
     assert rows(tmp_path / "died") == whole
-    assert any(row["prune/discarded_groups"] > 0 for row in whole), "half of the prompts can teach nothing"
+    assert all(row["prune/discarded_groups"] > 0 for row in whole), "half of the prompts can teach nothing"
     trained = [row["prune/kept_completion_fraction"] for row in whole]
     assert all(0.0 < share <= 1.0 for share in trained)
     assert all(row["rollout/zero_std/ratio"] < 1.0 for row in whole)
