@@ -47,8 +47,8 @@ PACK, TRL_BATCH = 1024, {"varied": 16, "equal": 64}
 OFF = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
 OURS: dict[str, tuple[str, ...]] = {
     "unpruned": OFF,
-    "pruned": ("pruning.prompts.keep=0.7", "pruning.completions.keep=0.5"),
-    "pruned_to_0.3": ("pruning.prompts.keep=0.7", "pruning.completions.keep=0.3"),
+    "pruned": ("pruning.prompts.keep=0.7", "pruning.completions.keep=0.5", "pruning.max_weight=5"),
+    "pruned_to_0.3": ("pruning.prompts.keep=0.7", "pruning.completions.keep=0.3", "pruning.max_weight=5"),
     "fastest": ("pruning.prompts.keep=0.4", "pruning.completions.keep=0.3", "pruning.max_weight=10"),
 }
 
