@@ -2,7 +2,8 @@
 
     python benchmarks/time_to_accuracy.py [--task word_problems] [--seeds 5] [--jobs 2] [--json]
 
-The design was fixed before the first run:
+The design was fixed before the first run. Two arms of it changed after tuning had begun, when the default pruning did:
+``default``, which was tuned anew, and ``equal noise``, which had not run.
 
 - All arms start from the task's warmed-up policy. They differ in ``pruning.*``, in prompts per step and in the learning
   rate, which is constant. What is compared is the time until held-out accuracy reaches ``Task.accuracy``. On sums this
