@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -68,10 +68,10 @@ def adopt_rules(pruning: PruningConfig) -> None:
     """
     if (own := pruning.prompts.function) is not None:
         prompt_rules.adopt(own, load_function(prompt_rules.FUNCTION, own))
-        prompt_rules.prompt_rule(own).inclusion(PROMPTS, 0.5)
+        prompt_rules.prompt_rule(own).inclusion(PROMPTS, pruning.prompts.keep)
     if (own := pruning.completions.function) is not None:
         completion_rules.adopt(own, load_function(completion_rules.FUNCTION, own))
-        completion_rules.rule_named(own).inclusion(COMPLETIONS, 0.5)
+        completion_rules.rule_named(own).inclusion(COMPLETIONS, cast("float", pruning.completions.share))
 
 
 def engine_maker(config: Config) -> Callable[..., RolloutEngine[Any]] | None:
