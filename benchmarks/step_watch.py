@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,21 @@ class StepWatch:
         self._start: tuple[float, float] | None = None
         self._loaded = 0.0
 
-    def turn(self) -> None:
-        """Between two steps, and before the first: report the last one, and wait."""
+    def turn(self, more: Callable[[], Mapping[str, object]] = dict) -> None:
+        """Between two steps, and before the first: report the last one with ``more`` figures, and wait."""
         if self._start is None:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts over from here
             self._loaded = resident("VmRSS")
-            self._say({"loaded_mib": self._loaded})
+            self._say({"loaded_mib": self._loaded, **more()})
         else:
-            self._say(self._step())
+            self._say(self._step() | more())
         if not sys.stdin.readline():
             sys.exit("nobody is left to say when the next step may begin")
         self._start = time.perf_counter(), time.process_time()
 
-    def finish(self, **figures: object) -> None:
+    def finish(self, more: Callable[[], Mapping[str, object]] = dict, **figures: object) -> None:
         """After the last step."""
-        self._say(self._step() | figures)
+        self._say(self._step() | more() | figures)
 
     def _step(self) -> dict[str, object]:
         wall, processor = self._start or (0.0, 0.0)

@@ -19,6 +19,10 @@ The design was fixed before the first run. Two arms of it changed after tuning h
 - Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock seconds of all runs of
   the call, so that other work on the machine strikes no arm alone. ``fit_error`` is the mean relative error between two
   evaluations. Evaluations, checkpoints and start-up do not count.
+- **TRL's** GRPOTrainer has arms of its own, tuned in the same way. It has one thread, and counts by its processor's
+  seconds, which other work on the machine hardly changes. ``over_trl`` compares its best arm with our best pruned arm
+  on the same seeds. The two runs of a seed take place at the same time (``--jobs 2``). Ours counts by the wall clock,
+  which is never less.
 - An arm is evaluated after every twentieth of its work, on 400 problems; between evaluations accuracy is interpolated.
 
 Every run is appended to ``--store``. Called again, the script goes on where it was.
@@ -35,26 +39,40 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from against_trl import SAMPLES, trl_python
+from against_trl import Arm as Process
 from harness import arguments, finish, mean_and_reach, paired_ratio
 from scipy.optimize import nnls
 from word_problems import prepared
 
+from megatron_dppo.data.generators import make_sums
 from megatron_dppo.observe.metrics import read_metrics
+from megatron_dppo.settings import load_config
 
+HERE = Path(__file__).parent
 FACTOR = 1.5
 """Between neighbouring learning rates."""
 TUNING_SEEDS = 101, 102
 EVALUATIONS = 20
 EQUAL_NOISE = "equal noise, default"
+BESIDE_TRL = "beside TRL: "
+QUICKSTART = Path("configs/quickstart.yaml")
+WARM_UP = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}
+"""The quickstart's."""
+PROBLEMS = 400
+"""Held-out ones of an evaluation."""
+TRL_BATCH = 32
+"""Sequences of a forward and backward pass of TRL's: 16, 64 and 128 took the same time within 5%."""
 
 
 def pruned(prompts: str, completions: str, *more: str) -> tuple[str, ...]:
@@ -80,6 +98,7 @@ class Arm:
     """The middle one of the first three."""
     settings: tuple[str, ...]
     """``pruning.*``"""
+    by_trl: bool = False
 
 
 UNPRUNED = {
@@ -97,6 +116,8 @@ ARMS: dict[str, Arm] = UNPRUNED | {
     "greso, 32 prompts": Arm(32, 0.47, 1.5e-4, pruned("greso", "none")),
     "dynamic sampling (DAPO), 32 prompts": Arm(32, 0.8, 1.5e-4, pruned("dynamic_sampling", "none")),
 }
+TRL = {f"TRL, {n} prompts": Arm(n, n / 32, lr, (), by_trl=True) for n, lr in ((32, 1.5e-4), (16, 1e-4), (8, 6.7e-5))}
+ALL = ARMS | TRL
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +128,26 @@ class Task:
     settings: Sequence[str]
     accuracy: float
     """To be reached."""
+    max_response_tokens: int
+    folder: Path
+    """With ``train.jsonl`` and ``held_out.jsonl``, TRL's problems."""
 
     @classmethod
     def named(cls, name: str) -> Task:
         """The task by its name, with what it needs made where it is not there yet."""
-        if name == "sums":  # the policy is scripts/quickstart.sh's; from 10.5% to 86%
-            return cls(Path("runs/quickstart/warm"), ("layout.tp=1",), accuracy=0.78)
-        made = prepared(Path("runs/word_problems"))
-        return cls(made.policy, made.settings, accuracy=0.65)
+        folder = Path("runs") / name
+        if name == "word_problems":
+            made = prepared(folder)
+            return cls(made.policy, made.settings, 0.65, 96, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, sums in zip(
+            ("train", "held_out"), make_sums(load_config(str(QUICKSTART), ()).data.arithmetic), strict=True
+        ):
+            rows = [json.dumps({"prompt": each.question, "label": each.label}) for each in sums]
+            del rows[PROBLEMS if file == "held_out" else len(rows) :]
+            (folder / f"{file}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+        # the policy is scripts/quickstart.sh's; from 10.5% to 86%
+        return cls(Path("runs/quickstart/warm"), ("layout.tp=1",), 0.78, 64, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +159,7 @@ class Point:
     generated: float = 0.0
     trained: float = 0.0
     measured: float = 0.0
-    """Wall-clock seconds."""
+    """Wall-clock seconds; TRL's processor's seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +202,16 @@ class Costs:
 
     def to(self, run: Run, accuracy: float) -> float:
         """Seconds to the accuracy; of the whole run where it was not reached."""
-        for before, after in pairwise(run.points):
-            if after.accuracy >= accuracy:
-                share = (accuracy - before.accuracy) / (after.accuracy - before.accuracy)
-                return self.seconds(before) + share * (self.seconds(after) - self.seconds(before))
-        return self.seconds(run.points[-1])
+        return seconds_to(run, accuracy, self.seconds)
+
+
+def seconds_to(run: Run, accuracy: float, clock: Callable[[Point], float] = attrgetter("measured")) -> float:
+    """As ``Costs.to``, by another clock."""
+    for before, after in pairwise(run.points):
+        if after.accuracy >= accuracy:
+            share = (accuracy - before.accuracy) / (after.accuracy - before.accuracy)
+            return clock(before) + share * (clock(after) - clock(before))
+    return clock(run.points[-1])
 
 
 class Store:
@@ -197,7 +235,7 @@ class Measurement:
     def __init__(self, task: Task, options: Any) -> None:
         self.task, self.options = task, options
         self.store = Store(options.store or Path(f"benchmarks/results/time_to_accuracy_{options.task}.jsonl"))
-        self.arms = {name: ARMS[name] for name in options.arms}
+        self.arms = {name: ALL[name] for name in options.arms}
         self.folder = Path(tempfile.mkdtemp(prefix="time-to-accuracy-"))
         self.pool = ThreadPoolExecutor(options.jobs)
 
@@ -207,6 +245,16 @@ class Measurement:
             return found
         folder = self.folder / f"{len(name)}-{own.prompts}-{lr}-{seed}-{threading.get_ident()}"
         steps = math.ceil(self.options.steps / own.cost)
+        found = self.by_trl if own.by_trl else partial(self.by_us, whole=whole)
+        run = Run(name, lr, seed, list(points(found(own, lr, seed, steps, folder))))
+        if len(run.points) < 2:
+            raise SystemExit(f"{name}: {folder.with_suffix('.log').read_text(encoding='utf-8')}")
+        self.store.add(run)
+        shutil.rmtree(folder, ignore_errors=True)
+        print(name, f"{lr:g}", seed, *(f"{p.accuracy:.2f}" for p in run.points), file=sys.stderr, flush=True)
+        return run
+
+    def by_us(self, own: Arm, lr: float, seed: int, steps: int, folder: Path, *, whole: bool) -> list[dict[str, float]]:
         words = [*self.task.settings, f"model.path={self.task.policy}", f"run.dir={folder}", f"run.seed={seed}"]
         words += [
             f"run.steps={steps}",
@@ -214,7 +262,7 @@ class Measurement:
             f"rollout.prompts_per_step={own.prompts}",
             *own.settings,
         ]
-        words += [f"eval.every={max(steps // EVALUATIONS, 1)}", "eval.problems=400"]
+        words += [f"eval.every={max(steps // EVALUATIONS, 1)}", f"eval.problems={PROBLEMS}"]
         words += ["run.export=false", "run.checkpoint_every=0"]
         command = [sys.executable, "-m", "megatron_dppo", "train", str(self.options.config), *words]
         with folder.with_suffix(".log").open("w") as log:
@@ -229,24 +277,43 @@ class Measurement:
                     process.terminate()
                     process.wait()
                     break
-        run = Run(name, lr, seed, list(points(read_metrics(folder))))
-        if len(run.points) < 2:
-            raise SystemExit(f"{name}: {folder.with_suffix('.log').read_text(encoding='utf-8')}")
-        self.store.add(run)
-        shutil.rmtree(folder)
-        print(name, f"{lr:g}", seed, *(f"{p.accuracy:.2f}" for p in run.points), file=sys.stderr, flush=True)
-        return run
+        return read_metrics(folder)
+
+    def by_trl(self, own: Arm, lr: float, seed: int, steps: int, folder: Path) -> list[dict[str, float]]:
+        """The rows of a training by TRL's GRPOTrainer: each step's seconds, and the accuracy where it was evaluated."""
+        asked = {
+            "policy": str(self.task.policy), "pool": str(self.task.folder / "train.jsonl"), "prompts": own.prompts,
+            "samples": SAMPLES, "max_response_tokens": self.task.max_response_tokens, "steps": steps, "lr": lr,
+            "batch": TRL_BATCH, "threads": 1, "reward": "exact", "settings": WARM_UP | {"seed": seed},
+            "held_out": str(self.task.folder / "held_out.jsonl"), "evaluate_every": max(steps // EVALUATIONS, 1),
+        }  # fmt: skip
+        trained = Process(
+            "TRL", [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)], folder.with_suffix(".log")
+        )
+        try:
+            rows = [{"step": 0, "eval/accuracy": trained.heard()["accuracy"]}]
+            for step in range(1, steps + 1):
+                trained.take_step()
+                told = trained.steps[-1]
+                rows.append({"step": step, "perf/step_time": told["cpu_seconds"]})
+                if "accuracy" in told:
+                    rows[-1]["eval/accuracy"] = told["accuracy"]
+                    if told["accuracy"] >= self.task.accuracy:
+                        break
+        finally:
+            trained.process.kill()
+        return rows
 
     def every(self, wanted: Iterable[tuple[str, Arm, float, int]]) -> list[Run]:
         return list(self.pool.map(lambda each: self.run(*each), wanted))
 
     def costs(self) -> Costs:
-        return Costs.of(self.store.runs.values())
+        """Of the runs that count by them."""
+        return Costs.of(run for run in self.store.runs.values() if run.arm in ARMS or run.arm == EQUAL_NOISE)
 
     def mean_seconds(self, name: str, lr: float, seeds: Sequence[int]) -> float:
-        costs = self.costs()
-        taken = [costs.to(self.store.runs[name, lr, seed], self.task.accuracy) for seed in seeds]
-        return statistics.geometric_mean(taken)
+        to = seconds_to if ALL[name].by_trl else self.costs().to
+        return statistics.geometric_mean(to(self.store.runs[name, lr, seed], self.task.accuracy) for seed in seeds)
 
     def tune(self) -> dict[str, float]:
         """The best learning rate of each arm."""
@@ -272,14 +339,23 @@ class Measurement:
             name: min(order[name][:2], key=lambda lr, n=name: self.mean_seconds(n, lr, TUNING_SEEDS)) for name in rates
         }
 
+    def tuning(self, name: str) -> dict[str, list[float]]:
+        """Seconds to the accuracy on each tuning seed, by learning rate."""
+        to, runs = seconds_to if name in TRL else self.costs().to, self.store.runs
+        tried: dict[str, list[float]] = {}
+        for arm, lr, seed in sorted(runs):
+            if arm == name and seed in TUNING_SEEDS:
+                tried.setdefault(f"{lr:g}", []).append(to(runs[arm, lr, seed], self.task.accuracy))
+        return tried
+
     def best(self, rates: dict[str, float], names: Iterable[str]) -> str:
         return min(names, key=lambda name: self.mean_seconds(name, rates[name], TUNING_SEEDS))
 
     def result(self) -> dict[str, Any]:
         rates = self.tune()
         control = self.best(rates, [name for name in self.arms if name in UNPRUNED])
-        like = self.arms[control]
-        arms = self.arms | {EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], ("pruning.noise=1",))}
+        like, own_arms = self.arms[control], {name: arm for name, arm in self.arms.items() if not arm.by_trl}
+        arms = own_arms | {EQUAL_NOISE: Arm(like.prompts, like.cost, rates[control], ("pruning.noise=1",))}
         rates[EQUAL_NOISE] = rates[control]
         seeds = range(1, 1 + self.options.seeds)
         for seed in seeds:
@@ -289,7 +365,7 @@ class Measurement:
         costs = self.costs()
         runs = {name: [self.store.runs[name, rates[name], seed] for seed in seeds] for name in arms}
         taken = {name: [costs.to(run, self.task.accuracy) for run in own] for name, own in runs.items()}
-        fastest = self.best(rates, [name for name in self.arms if name not in UNPRUNED])
+        fastest = self.best(rates, [name for name in own_arms if name not in UNPRUNED])
         ends = [[run.points[-1] for run in runs[name]] for name in (EQUAL_NOISE, control)]
         mean, reach = mean_and_reach([a.accuracy - b.accuracy for a, b in zip(*ends, strict=True)])
         table = {
@@ -299,14 +375,10 @@ class Measurement:
                 "reached": sum(map(self.reached, own)),
                 "time_ratio": paired_ratio(taken[control], taken[name]),
                 "step_s": statistics.fmean(costs.seconds(run.points[-1]) / run.points[-1].step for run in own),
-                "tuning": {
-                    f"{lr:g}": [costs.to(run, self.task.accuracy) for run in self.store.runs.values()
-                                if (run.arm, run.lr) == (name, lr) and run.seed in TUNING_SEEDS]
-                    for lr in sorted({run.lr for run in self.store.runs.values() if run.arm == name})
-                },
+                "tuning": self.tuning(name),
             }
             for name, own in runs.items()
-        }  # fmt: skip
+        }
         return {
             "task": self.options.task,
             "accuracy": self.task.accuracy,
@@ -318,6 +390,26 @@ class Measurement:
             "equal_noise_run_ratio": paired_ratio(*([costs.seconds(p) for p in end] for end in reversed(ends))),
             "final_accuracy_difference": {"difference": mean, "interval": [mean - reach, mean + reach]},
             "arms": table,
+            **(self.over_trl(rates, fastest, seeds) if len(own_arms) < len(self.arms) else {}),
+        }
+
+    def over_trl(self, rates: dict[str, float], ours: str, seeds: Iterable[int]) -> dict[str, Any]:
+        """TRL's best arm beside an arm of ours, on runs that take place at the same time."""
+        trl = self.best(rates, [name for name in self.arms if name in TRL])
+        beside = BESIDE_TRL + ours
+        pairs = [
+            self.every([(trl, ALL[trl], rates[trl], seed), (beside, ALL[ours], rates[ours], seed)]) for seed in seeds
+        ]
+        taken = [[seconds_to(run, self.task.accuracy) for run in own] for own in zip(*pairs, strict=True)]
+        return {
+            "over_trl": paired_ratio(*taken),
+            "trl": {
+                "arm": trl,
+                "lr": rates[trl],
+                "seconds": dict(zip((trl, ours), map(statistics.geometric_mean, taken), strict=True)),
+                "reached": sum(self.reached(run) for run, _ in pairs),
+                "tuning": {name: self.tuning(name) for name in self.arms if name in TRL},
+            },
         }
 
     def reached(self, run: Run) -> bool:
@@ -342,14 +434,14 @@ def points(rows: Sequence[dict[str, float]]) -> Iterable[Point]:
 def main() -> None:
     parser = arguments(
         __doc__,
-        config=Path("configs/quickstart.yaml"),
+        config=QUICKSTART,
         seeds=5,
         steps=(48, "of the largest unpruned batch, as much work as which a run may take"),
         store=(Path, "all runs; by default a file of the task in benchmarks/results"),
         jobs=(1, "runs at a time"),
     )
     parser.add_argument("--task", choices=("sums", "word_problems"), default="sums")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument("--arms", nargs="+", choices=list(ALL), default=list(ALL), metavar="ARM")
     options = parser.parse_args()
     measurement = Measurement(Task.named(options.task), options)
     try:
