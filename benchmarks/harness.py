@@ -22,8 +22,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
-"""Student's t at 97.5% for 1, 2, … degrees of freedom."""
+T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
+"""Student's t at 97.5% for 1, 2, … degrees of freedom; the last one is taken for more."""
 MIB = 2**20
 
 
@@ -99,7 +102,7 @@ def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
     free = len(values) - 1
     if not free:
         return values[0], math.inf
-    t = T_975[free - 1] if free <= len(T_975) else 2.0
+    t = T_975[min(free, len(T_975)) - 1]
     return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values))
 
 
