@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -284,6 +284,22 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         for commands in COMMANDS.values()
         for command, what in commands.items()
     }
+    _add_options(parsers, options_of)
+    return parser
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command with all of its options."""
+    parsers = {
+        command: argparse.ArgumentParser(f"megatron-dppo {command}", description=what)
+        for commands in COMMANDS.values()
+        for command, what in commands.items()
+    }
+    _add_options(parsers, list(OF_MODULES))
+    return parsers
+
+
+def _add_options(parsers: Mapping[str, argparse.ArgumentParser], options_of: Sequence[str]) -> None:
     for command in ("train", "sft", "eval", "probe-tree", "probe-batch", "serve", "launch"):
         _add_settings(command, parsers[command])
     _add_eval_arguments(parsers["eval"])
@@ -299,7 +315,6 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         if command in options_of:
             resolve_name(f"megatron_dppo.{of_module.options}")(parsers[command])
     parsers["doctor"].add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:

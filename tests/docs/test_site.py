@@ -40,10 +40,11 @@ def test_the_site_builds_and_every_setting_has_its_place(site: Path) -> None:
     assert "MISSING" not in (site / "settings.html").read_text(encoding="utf-8")
 
 
-def test_the_page_of_settings_is_that_of_the_configuration() -> None:
-    run = runpy.run_path(str(ROOT / "tools/site/settings_page.py"))
-    current = run["PAGE"].read_text(encoding="utf-8") == run["settings_page"]()
-    assert current, "settings have changed since python tools/site/settings_page.py wrote docs/settings.md"
+@pytest.mark.parametrize("name", ["settings", "command"])
+def test_a_reference_page_is_that_of_the_code(name: str) -> None:
+    run = runpy.run_path(str(ROOT / f"tools/site/{name}_page.py"))
+    current = run["PAGE"].read_text(encoding="utf-8") == run[f"{name}_page"]()
+    assert current, f"the code has changed since python tools/site/{name}_page.py wrote {run['PAGE'].name}"
 
 
 def test_a_page_asks_nobody_else_for_anything(site: Path) -> None:

@@ -1,0 +1,53 @@
+"""Write ``docs/command_line.md``, the reference of all commands and their options.
+
+Run ``python tools/site/command_page.py`` after each change of a command's options.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dppo.cli import COMMANDS, command_parsers
+
+PAGE = Path(__file__).parents[2] / "docs/command_line.md"
+INTRODUCTION = """# Command line
+
+`megatron-dppo COMMAND --help` prints the options of each command, as listed here. `CONFIG SETTING=VALUE` is a YAML file with
+[settings](settings.md) that override it. The exit code is 2 for a mistake that you can mend.
+"""
+
+
+def command_page() -> str:
+    """The text of the page. The heading of a command has its name as the anchor: ``command_line.md#probe-batch``."""
+    parsers = command_parsers()
+    lines = [INTRODUCTION]
+    for group, commands in COMMANDS.items():
+        lines.append(f"## {group}\n")
+        for command, meaning in commands.items():
+            lines.append(f'<a id="{command.replace(" ", "-")}"></a>\n\n### `megatron-dppo {command}`\n\n{meaning}\n')
+            rows = list(_rows(parsers[command]))
+            lines.extend(["| option | meaning |\n|---|---|", *rows, ""] if rows else [])
+    return "\n".join(lines)
+
+
+def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        value = action.metavar or (
+            f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
+        )
+        takes = f" {value}" if action.nargs != 0 else ""
+        name = action.option_strings[-1] + takes if action.option_strings else str(value)
+        meaning = parser._get_formatter()._expand_help(action) if action.help else ""
+        yield f"| `{_escaped(name)}` | {_escaped(meaning)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(command_page(), encoding="utf-8")
