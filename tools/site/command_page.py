@@ -14,8 +14,8 @@ from megatron_dppo.cli import COMMANDS, command_parsers
 PAGE = Path(__file__).parents[2] / "docs/command_line.md"
 INTRODUCTION = """# Command line
 
-`megatron-dppo COMMAND --help` prints the options of each command, as listed here. `CONFIG SETTING=VALUE` is a YAML file with
-[settings](settings.md) that override it. The exit code is 2 for a mistake that you can mend.
+`megatron-dppo COMMAND --help` prints the options of each command, as listed here. `CONFIG SETTING=VALUE` is a YAML
+file with [settings](settings.md) that override it. The exit code is 2 for a mistake that you can mend.
 """
 
 
