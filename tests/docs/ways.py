@@ -208,6 +208,7 @@ WAYS = (
     ),
     Way(r"megatron-dppo report runs/quickstart runs/second .*", replace={"runs/second": "runs/unpruned"}),
     Way(r"megatron-dppo report .*"),
+    Way(r"tail -n 1 \S+"),
     # Checkpoints.
     Way(r"megatron-dppo export runs/quickstart \S+ --card"),
     Way(r"megatron-dppo export runs/lora \S+ --(card|merge)"),
