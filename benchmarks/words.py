@@ -31,14 +31,19 @@ def plain(page: Path) -> str:
     return LINK.sub(r"\1", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
 
 
+def is_row(line: str) -> bool:
+    """Whether it is a table's, with or without bars at its ends."""
+    return line.lstrip().startswith("|") or bool(re.search(r" \| |-\|-", line))
+
+
 def cells(text: str) -> list[str]:
-    rows = [line.strip().strip("|") for line in text.splitlines() if line.strip().startswith("|")]
+    rows = [line.strip().strip("|") for line in text.splitlines() if is_row(line)]
     return [cell.strip() for row in rows if not RULE.fullmatch(row) for cell in re.split(r"(?<!\\)\|", row)]
 
 
 def sentences(text: str) -> list[str]:
     """Those of paragraphs and list items, without headings and tables."""
-    lines = ["" if line.strip().startswith(("|", "#")) else line for line in text.splitlines()]
+    lines = ["" if is_row(line) or line.startswith("#") else line for line in text.splitlines()]
     blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*>]|\d+\.) )", "\n".join(lines))
     found = [part for block in blocks for part in re.split(r"(?<=[.?!:])[*`)\"]*\s+", " ".join(block.split()))]
     return [part for part in found if re.search(r"\w", part)]
