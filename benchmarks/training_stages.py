@@ -29,7 +29,15 @@ from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.learner import PolicyLoss
 
 T = TypeVar("T")
-SETTINGS = ("run.checkpoint_every=0", "run.export=false", "eval.every=0", "eval.problems=0")
+SETTINGS = (
+    "run.checkpoint_every=0",
+    "run.export=false",
+    "eval.every=0",
+    "eval.problems=0",
+    "rollout.timeout_s=1e5",
+    "run.late_s=1e5",
+)
+"""A stage takes long, and is no step that hangs."""
 
 
 @dataclass(frozen=True, slots=True)
