@@ -191,18 +191,19 @@ class CompletionPruning(_Trainer):
         decided over the last step's weights as well would not be independent of the parameters.
 
         Returns:
-            As many micro-batches, the empty ones first. Each rank has as many that are not empty.
+            As many micro-batches, the empty ones first. Those of all ranks have as many rows each, since TRL's metrics
+            gather them; rows of weight 0 fill them up.
         """
         weights = self._draw()
         rows = [row for batch in window for row in self._rows(batch, weights)]
         mine, most = self._levelled([row for row in rows if row.weight > 0.0])
         size = len(rows) / len(window)
         passes = max(1, math.ceil(most / size)) if self.accelerator.distributed_type in SKIPS_PASSES else len(window)
-        mine.sort(key=len)
-        chunks = [mine[len(mine) * i // passes : len(mine) * (i + 1) // passes] for i in range(passes)]
         filler = Row(min(rows, key=len).inputs, weight=0.0)
+        mine = sorted(mine + [filler] * (max(most, passes) - len(mine)), key=len)
+        chunks = [mine[len(mine) * i // passes : len(mine) * (i + 1) // passes] for i in range(passes)]
         shared = {name: value for name, value in window[0].items() if value.ndim == 0}
-        return [{}] * (len(window) - passes) + [shared | self._padded(chunk or [filler], size) for chunk in chunks]
+        return [{}] * (len(window) - passes) + [shared | self._padded(chunk, size) for chunk in chunks]
 
     def _draw(self) -> list[float]:
         """[completions of all ranks], weights; 0 for those that are not trained on. All ranks have those of rank 0."""
@@ -300,43 +301,31 @@ class _OfEachRow(float):
 
 def _refuse_biased_terms(trainer: Any) -> None:
     args, known = trainer.args, DIVIDED_BY_ROWS | DIVIDED_BY_TOKENS
-    checks = (
+    own = "divides by each micro-batch's own number of tokens"
+    for setting, value, biased, problem, remedy in (
         (
             "loss_type",
             args.loss_type,
-            args.loss_type in known,
-            "its divisor is each micro-batch's own number of tokens" if args.loss_type == "bnpo" else "it is unknown",
+            args.loss_type not in known,
+            f"it {own}" if args.loss_type == "bnpo" else "its divisor is not known here",
             f"choose one of {', '.join(sorted(known))}",
         ),
         (
             "top_entropy_quantile",
             args.top_entropy_quantile,
-            args.top_entropy_quantile == 1.0,
-            "the quantile would be that of the kept tokens",
+            args.top_entropy_quantile < 1.0,
+            "the quantile would be that of the completions kept",
             "set it to 1.0",
         ),
-        (
-            "entropy_coef",
-            args.entropy_coef,
-            args.entropy_coef == 0.0,
-            "the entropy bonus divides by each micro-batch's own number of tokens",
-            "set it to 0.0",
-        ),
-        (
-            "use_adaptive_entropy",
-            args.use_adaptive_entropy,
-            not args.use_adaptive_entropy,
-            "the entropy bonus divides by each micro-batch's own number of tokens",
-            "set it to False",
-        ),
+        ("entropy_coef", args.entropy_coef, args.entropy_coef != 0.0, f"the bonus {own}", "set it to 0.0"),
+        ("use_adaptive_entropy", True, args.use_adaptive_entropy, f"the bonus {own}", "set it to False"),
         (
             "router_aux_loss_coef",
             trainer.router_aux_loss_coef,
-            not trainer.aux_loss_enabled,
-            "the load-balancing loss is no sum over completions",
+            trainer.aux_loss_enabled,
+            "the load-balancing loss is not a sum over completions",
             "set it to 0.0",
         ),
-    )
-    for setting, value, possible, problem, remedy in checks:
-        if not possible:
-            raise UserError(setting, value, problem, remedy)
+    ):
+        if biased:
+            raise UserError(setting, value, f"under pruning the gradient would be biased: {problem}", remedy)
