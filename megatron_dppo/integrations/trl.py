@@ -69,7 +69,9 @@ class Pruning:
         if self.budget == "auto" and self.rule != "neyman":
             raise UserError("pruning.budget", "auto", "only neyman has this budget", "give a fraction or rule='neyman'")
         if self.budget != "auto" and not 0.0 < self.budget <= 1.0:
-            raise UserError("pruning.budget", self.budget, "it is no fraction", "give more than 0, at most 1, or 'auto'")
+            raise UserError(
+                "pruning.budget", self.budget, "it is no fraction", "give more than 0, at most 1, or 'auto'"
+            )
         if not 1.0 <= self.max_weight < math.inf:
             raise UserError("pruning.max_weight", self.max_weight, "weights are at least 1", "give a number from 1 on")
 
@@ -111,11 +113,12 @@ class CompletionPruning(_Trainer):
     }
     """Inputs of [B, tokens of completions] or [B, 1] with their padding. A subclass with more of these adds to it."""
 
-    def __init__(self, *args: Any, pruning: Pruning = Pruning(), **kwargs: Any) -> None:  # noqa: B008, it is frozen
+    def __init__(self, *args: Any, pruning: Pruning = Pruning(), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pruning = pruning
         _refuse_biased_terms(self)
         self._candidates: CompletionCandidates
+        self._generated = 0.0
         self._equal_rewards: torch.Tensor
         self._pruned: deque[dict[str, torch.Tensor]] = deque()
         """Micro-batches that are left of the last draw. An empty one has no forward pass."""
@@ -158,16 +161,17 @@ class CompletionPruning(_Trainer):
         norm = torch.ones_like(batch["advantages"])
         if logprobs is not None:
             norm = (torch.expm1(logprobs.float().nan_to_num(0.0)) * mask).norm(dim=1)
-        cost = batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)
-        local = torch.stack([batch["advantages"].float(), norm.float(), mask.sum(dim=1).float(), cost.float()], dim=1)
-        gathered = self.accelerator.gather(local).double().cpu().numpy().reshape(-1, self.num_generations, 4)
-        advantage, norms, tokens, costs = np.moveaxis(gathered, -1, 0)
+        counts = (batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1), mask.sum(dim=1))
+        local = torch.stack([each.float() for each in (batch["advantages"], norm, *counts)], dim=1)
+        gathered = self.accelerator.gather(local).double().cpu().numpy().reshape(-1, self.num_generations, 5)
+        advantage, norms, prompts, completions, tokens = np.moveaxis(gathered, -1, 0)
+        self._generated = float(completions.sum())
         flat = self._equal_rewards.cpu().numpy()[:, None] | (advantage == 0.0)
         return CompletionCandidates(
             advantage=advantage,
             score=np.abs(advantage) * norms / (np.maximum(tokens, 1.0) if self.loss_type in MEANS_OVER_TOKENS else 1.0),
-            cost=costs,
-            floor=np.full_like(costs, 1.0 / self.pruning.max_weight),
+            cost=prompts + completions,
+            floor=np.full_like(tokens, 1.0 / self.pruning.max_weight),
             zero_advantage=(tokens == 0.0) | (flat & (self.beta == 0.0)),
         )
 
@@ -175,7 +179,7 @@ class CompletionPruning(_Trainer):
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs
-        if self._drawn_at != self.state.global_step:
+        if self._drawn_at != self.state.global_step or self._passed == self.current_gradient_accumulation_steps:
             self._drawn_at, self._draws, self._passed = self.state.global_step, 0, 0
         if not self._pruned:
             position = self._step % self.args.steps_per_generation
@@ -212,7 +216,7 @@ class CompletionPruning(_Trainer):
             candidates,
             self.pruning.budget,
             rule=self.pruning.rule,
-            generated=float(candidates.cost.sum()),
+            generated=self._generated,
             seed=seed,
         )
         self._draws += 1

@@ -17,132 +17,29 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed: bash scripts/test.sh --trl runs these tests")
 
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from trl import GRPOTrainer
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.integrations import trl as integration
 from megatron_dppo.integrations.trl import CompletionPruning, PrunedGRPOTrainer, Pruning
-from megatron_dppo.rl.pruning import draw_from
-from tests.rl.integration import FixedOffset, outcomes
-
-WORDS = ["<pad>", "<eos>", *"0123456789+= "]
-SAMPLES, ROWS, LONGEST = 4, 4, 8
-"""Completions of a prompt, rows of a micro-batch, most tokens of a completion."""
+from tests.integrations.trl_steps import (
+    LONGEST,
+    ROWS,
+    SAMPLES,
+    WORDS,
+    long,
+    odd,
+    relative_error,
+    trained,
+    trainer,
+    write_policy,
+)
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 of 16 dimensions, with a token for each character of a sum."""
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-    torch.manual_seed(0)
-    shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=8)
-    config = Qwen3Config(vocab_size=len(WORDS), num_key_value_heads=1, pad_token_id=0, eos_token_id=1, **shape)
-    place = tmp_path_factory.mktemp("policy")
-    Qwen3ForCausalLM(config).save_pretrained(place)
-    tokenizer.save_pretrained(place)
-    return place
-
-
-def odd(completions: list[str], **_: Any) -> list[float]:
-    """1 for an odd sum of characters."""
-    return [float(sum(map(ord, text)) % 2) for text in completions]
-
-
-def long(completions: list[str], **_: Any) -> list[float | None]:
-    """In proportion to the length, and nothing for completions without a letter."""
-    return [len(text) / 8 if text else None for text in completions]
-
-
-def trainer(policy: Path, folder: Path, kind: type = GRPOTrainer, **options: Any) -> GRPOTrainer:
-    own = {name: options.pop(name) for name in ("pruning", "rollout_func") if name in options}
-    rewards = options.pop("rewards", odd)
-    settings = dict(
-        output_dir=str(folder),
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=3,
-        num_generations=SAMPLES,
-        max_completion_length=LONGEST,
-        model_init_kwargs={"dtype": torch.float64},
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        max_steps=4,
-        learning_rate=0.01,
-    )
-    rows = [{"prompt": f"{'7' * (i % 3)}{i % 10}+{j}="} for i in range(10) for j in range(10)]
-    return kind(
-        model=str(policy),
-        reward_funcs=rewards,
-        args=GRPOConfig(**settings | options),
-        train_dataset=Dataset.from_list(rows),
-        **own,
-    )
-
-
-def rolled_out(made: GRPOTrainer, *, begin: int) -> Any:
-    """Generate a batch, move the policy away from it, and stand before micro-batch ``begin``; the loader's batch."""
-    made.model.train()
-    made.current_gradient_accumulation_steps = made.args.gradient_accumulation_steps
-    loaded = next(iter(made.get_train_dataloader()))
-    made._step = 0
-    torch.manual_seed(3 + made.accelerator.process_index)
-    GRPOTrainer._prepare_inputs(made, loaded)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    made._step = begin
-    return loaded
-
-
-def gradient(made: GRPOTrainer, loaded: Any, begin: int) -> torch.Tensor:
-    """The gradient of one optimizer step, by the trainer's own micro-steps; [parameters]."""
-    made.model.zero_grad()
-    made._step = begin
-    for _ in range(made.args.gradient_accumulation_steps):
-        made.training_step(made.model, loaded, None)
-    return torch.cat([p.grad.flatten() for p in made.model.parameters() if p.grad is not None])
-
-
-def relative_error(policy: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, prepare: Any = None, **case: Any) -> float:
-    """Of the mean pruned gradient over all offsets of the draw, from that of the trainer without pruning."""
-    begin, pruning = 3, Pruning(budget=case.pop("budget", 0.5), max_weight=4.0)
-    plain, pruned = trainer(policy, folder, **case), trainer(policy, folder, PrunedGRPOTrainer, pruning=pruning, **case)
-    loaded = []
-    for made in (plain, pruned):
-        if prepare:
-            prepare(made)
-        loaded.append(rolled_out(made, begin=begin))
-    for ours, theirs in zip(pruned._buffered_inputs, plain._buffered_inputs, strict=True):
-        assert torch.equal(ours["completion_ids"], theirs["completion_ids"])
-    full = gradient(plain, loaded[0], begin)
-    assert full.norm() > 1e-3
-    candidates = pruned._candidates
-    _, inclusion = draw_from(candidates, pruning.budget, rule="neyman", generated=1.0, seed=0)
-    order = np.lexsort((candidates.advantage.ravel(), np.indices(inclusion.shape)[0].ravel()))
-    assert ((inclusion > 0.0) & (inclusion < 1.0)).any()
-    mean = torch.zeros_like(full)
-    for offset, length in outcomes(inclusion.ravel()[order]):
-        monkeypatch.setattr(np.random, "default_rng", lambda _, offset=offset: FixedOffset(offset))
-        pruned._drawn_at = -1
-        mean += length * gradient(pruned, loaded[1], begin)
-    return float((mean - full).norm() / full.norm())
+    return write_policy(tmp_path_factory.mktemp("policy"))
 
 
 BY_LOSS = {name: {"loss_type": name} for name in integration.DIVIDED_BY_ROWS | integration.DIVIDED_BY_TOKENS}
@@ -166,21 +63,21 @@ ALONE = {
 
 
 @pytest.mark.parametrize("name", sorted(BY_LOSS | ALONE))
-def test_the_mean_pruned_gradient_is_trls_own(policy: Path, tmp_path: Path, monkeypatch, name: str):
+def test_the_mean_pruned_gradient_is_trls_own(policy: Path, tmp_path: Path, name: str):
     case = {"num_iterations": 2} | (BY_LOSS | ALONE)[name]
-    assert relative_error(policy, tmp_path, monkeypatch, **case) < 1e-6
+    assert relative_error(policy, tmp_path, **case) < 1e-6
 
 
 @pytest.mark.parametrize("name", sorted(integration.DIVIDED_BY_ROWS))
 def test_it_is_not_if_the_divisor_is_left_to_trl(policy: Path, tmp_path: Path, monkeypatch, name: str):
     monkeypatch.setattr(integration, "DIVIDED_BY_TOKENS", integration.DIVIDED_BY_TOKENS | {name})
     monkeypatch.setattr(integration, "DIVIDED_BY_ROWS", integration.DIVIDED_BY_ROWS - {name})
-    assert relative_error(policy, tmp_path, monkeypatch, loss_type=name, num_iterations=2) > 0.1
+    assert relative_error(policy, tmp_path, loss_type=name, num_iterations=2) > 0.1
 
 
 def test_nor_if_the_kl_term_has_no_weight(policy: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(integration, "_OfEachRow", lambda beta, weight: beta)
-    assert relative_error(policy, tmp_path, monkeypatch, loss_type="dapo", beta=0.3, num_iterations=2) > 0.02
+    assert relative_error(policy, tmp_path, loss_type="dapo", beta=0.3, num_iterations=2) > 0.02
 
 
 class Engine:
@@ -218,7 +115,7 @@ def by_engine(made: GRPOTrainer) -> None:
 def test_so_it_is_with_the_importance_ratios_of_vllm(policy: Path, tmp_path: Path, monkeypatch, name: str, mode: str):
     case = {"loss_type": name, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.5}
     seen = watched(monkeypatch)
-    assert relative_error(policy, tmp_path, monkeypatch, by_engine, num_iterations=2, **case) < 1e-6
+    assert relative_error(policy, tmp_path, by_engine, num_iterations=2, **case) < 1e-6
     for inputs in seen:
         rows, tokens = inputs["completion_ids"].shape
         assert inputs["importance_sampling_ratio"].shape == (rows, tokens if mode == "token_truncate" else 1)
@@ -238,15 +135,9 @@ def interrupted(prompts: list[str], made: GRPOTrainer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
-def test_so_it_is_with_tokens_of_tools(policy: Path, tmp_path: Path, monkeypatch, name: str):
+def test_so_it_is_with_tokens_of_tools(policy: Path, tmp_path: Path, name: str):
     case = {"loss_type": name, "num_iterations": 2, "rollout_func": interrupted}
-    assert relative_error(policy, tmp_path, monkeypatch, **case) < 1e-6
-
-
-def trained(made: GRPOTrainer, **options: Any) -> torch.Tensor:
-    """The parameters at the end of a training."""
-    made.train(**options)
-    return torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
+    assert relative_error(policy, tmp_path, **case) < 1e-6
 
 
 def logged(made: GRPOTrainer, name: str) -> list[float]:
@@ -381,7 +272,7 @@ def test_the_other_rules_train(policy: Path, tmp_path: Path, pruning: Pruning):
 
 
 def test_it_needs_neither_megatron_nor_the_configuration_of_this_projects_trainer():
-    code = "import sys, megatron_dppo.integrations.trl; print(*(name for name in sys.modules if name.startswith('megatron')))"
+    code = "import sys, megatron_dppo.integrations.trl; print(*(m for m in sys.modules if m.startswith('megatron')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "megatron_dppo.integrations.trl" in loaded
     assert {name.split(".")[1] for name in loaded if "." in name} == {"errors", "integrations", "rl"}
@@ -389,7 +280,17 @@ def test_it_needs_neither_megatron_nor_the_configuration_of_this_projects_traine
 
 def test_two_ranks_have_the_gradient_of_two_ranks(policy: Path, tmp_path: Path):
     """And as many passes each, whatever each has drawn: see ``trl_on_ranks.py``."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.integrations.trl_on_ranks"]
-    done = subprocess.run([sys.executable, *words, str(policy), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.integrations.trl_on_ranks",
+    ]
+    done = subprocess.run(
+        [sys.executable, *words, str(policy), str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("as expected") == 2

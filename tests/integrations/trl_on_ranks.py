@@ -8,15 +8,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import distributed
 from trl import GRPOTrainer
 
 from megatron_dppo.integrations.trl import PrunedGRPOTrainer, Pruning, Row
-from megatron_dppo.rl.pruning import draw_from
-from tests.integrations.test_trl import SAMPLES, gradient, odd, rolled_out, trained, trainer
-from tests.rl.integration import FixedOffset, outcomes
+from tests.integrations.trl_steps import ACCUMULATED, SAMPLES, draws, gradient, odd, rolled_out, trained, trainer
 
 
 def lopsided(completions: list[str], **_: object) -> list[float]:
@@ -44,23 +41,16 @@ def of_all(value: float | torch.Tensor) -> torch.Tensor:
 
 def check(policy: Path, folder: Path, loss_type: str) -> None:
     case = {"loss_type": loss_type, "rewards": lopsided, "num_iterations": 2}
-    pruning = Pruning(budget=0.3)
-    plain, pruned = trainer(policy, folder, **case), trainer(policy, folder, Watched, pruning=pruning, **case)
-    loaded = [rolled_out(made, begin=3) for made in (plain, pruned)]
+    plain, pruned = trainer(policy, folder, **case), trainer(policy, folder, Watched, pruning=Pruning(0.3), **case)
+    loaded = [rolled_out(made, ACCUMULATED) for made in (plain, pruned)]
     assert not torch.equal(*of_all(pruned._buffered_inputs[0]["completion_ids"][:, 0]))
-    full = of_all(gradient(plain, loaded[0], 3)).mean(dim=0)
-    candidates = pruned._candidates
-    _, inclusion = draw_from(candidates, pruning.budget, rule="neyman", generated=1.0, seed=0)
-    order = np.lexsort((candidates.advantage.ravel(), np.indices(inclusion.shape)[0].ravel()))
-    mean, moved, own = torch.zeros_like(full), 0, np.random.default_rng
-    for offset, length in outcomes(inclusion.ravel()[order]):
-        np.random.default_rng = lambda _, offset=offset: FixedOffset(offset)
-        pruned._drawn_at = -1
-        mean += length * of_all(gradient(pruned, loaded[1], 3)).mean(dim=0)
+    full = of_all(gradient(plain, loaded[0], ACCUMULATED)).mean(dim=0)
+    mean, moved = torch.zeros_like(full), 0
+    for share in draws(pruned):
+        mean += share * of_all(gradient(pruned, loaded[1], ACCUMULATED)).mean(dim=0)
         had, has = of_all(pruned.had).tolist(), of_all(pruned.has).tolist()
         assert sum(had) == sum(has) and max(has) - min(has) <= 1
         moved += had != has
-    np.random.default_rng = own
     assert moved
     assert float((mean - full).norm() / full.norm()) < 1e-6
 
@@ -69,7 +59,7 @@ def main() -> None:
     policy, folder = map(Path, sys.argv[1:])
     check(policy, folder, "dr_grpo")
     check(policy, folder, "dapo")
-    parameters = of_all(trained(trainer(policy, folder, Watched, pruning=Pruning(budget=0.3), rewards=lopsided)))
+    parameters = of_all(trained(trainer(policy, folder, Watched, pruning=Pruning(0.3), rewards=lopsided)))
     assert torch.equal(parameters[0], parameters[1])
     unpruned = of_all(trained(trainer(policy, folder, GRPOTrainer, rewards=lopsided)))
     assert not torch.equal(parameters, unpruned)
