@@ -4,10 +4,11 @@
 
 ``step_time_ratio`` is the CPU seconds of TRL's own optimizer step over those of a step at ``--budget``: draw, forward
 and backward passes, optimizer. Part of it is that rows of like length share a micro-batch, which saves padding;
-``all_kept_time_ratio`` is that of a step with all completions kept, and has this part alone. The completions come from a function, so that generation takes no time, as on GPUs of its
-own; both arms have the same ones. Their lengths are lognormal, and half of the rewards are 1, so that few groups lack
-a gradient. ``smaller_batch_time_ratio`` is that of an unpruned step over half of the prompts: the control, since a
-smaller batch saves time as well. Arms take their steps in turn.
+``all_kept_time_ratio`` is that of a step with all completions kept, and has this part alone. The completions come from
+a function, so that generation takes no time, as on GPUs of its own; all arms have the same ones. Their lengths are
+lognormal, and half of the rewards are 1, so that few groups lack a gradient. ``smaller_batch_time_ratio`` is that of an
+unpruned step over half of the prompts: the control, since a smaller batch saves time as well. Arms take their steps in
+turn.
 
 ``gradient_error`` is, for each loss, the norm of the mean pruned gradient less TRL's gradient without pruning, over the
 norm of the latter. The mean is over all offsets of the draw, in fp64, on a policy of 16 dimensions.

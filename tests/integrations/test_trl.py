@@ -294,3 +294,18 @@ def test_two_ranks_have_the_gradient_of_two_ranks(policy: Path, tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("as expected") == 2
+
+
+def test_the_page_shows_a_program_that_trains(policy: Path, tmp_path: Path):
+    page = (Path(__file__).parents[2] / "docs" / "recipes" / "other_trainers.md").read_text(encoding="utf-8")
+    program, command = page.split('title="grpo.py"\n')[1].split("```")[0], "python grpo.py"
+    assert command in page
+    small = "max_steps=2, max_completion_length=8"
+    for shown, given in (("Qwen/Qwen3-0.6B", str(policy)), ("max_steps=10", small)):
+        assert shown in program
+        program = program.replace(shown, given)
+    (tmp_path / "grpo.py").write_text(program)
+    words = [sys.executable, *command.split()[1:]]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "pruning/kept" in done.stdout
