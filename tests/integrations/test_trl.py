@@ -159,13 +159,15 @@ def test_half_of_the_tokens_take_fewer_and_narrower_passes(policy: Path, tmp_pat
 
 
 def test_a_batch_of_equal_rewards_takes_one_pass_and_no_step(policy: Path, tmp_path: Path, monkeypatch):
-    """0.1 is not exact, so that TRL's own advantages are not 0 but rounding."""
+    """The mean of three times 0.11 is not 0.11, so that TRL's own advantages are rounding in place of 0."""
+    options = {"num_generations": 3, "per_device_train_batch_size": 3, "rewards": lambda completions, **_: [0.11] * 9}
+    made = trainer(policy, tmp_path, PrunedGRPOTrainer, **options)
+    before = torch.cat([parameter.detach().clone().flatten() for parameter in made.model.parameters()])
     seen = watched(monkeypatch)
-    equal = trainer(policy, tmp_path, PrunedGRPOTrainer, rewards=lambda completions, **_: [0.1] * len(completions))
-    before = torch.cat([parameter.detach().clone().flatten() for parameter in equal.model.parameters()])
-    assert torch.equal(trained(equal), before)
+    assert torch.equal(trained(made), before)
+    assert any(made._logs["advantages"])
     assert len(seen) == 4
-    assert logged(equal, "pruning/kept") == [0.0] * 4
+    assert logged(made, "pruning/kept") == [0.0] * 4
 
 
 @pytest.mark.parametrize(
