@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rollout",),
     ("evaluation",),
     ("trainer", "report"),
-    ("launch", "estimate", "compress", "rehearse", "doctor"),
+    ("launch", "estimate", "compress", "rehearse", "doctor", "integrations"),
     ("train", "sft", "eval", "probe_tree", "probe_batch", "init", "export", "api", "cli", "__main__"),
 )
 """Rooms, from the ground floor up. A room is a folder of the package, or a file at its top."""

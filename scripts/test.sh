@@ -4,7 +4,8 @@
 # it installs (as root, on Debian or Ubuntu) and brings up on this machine's loopback; with --browser those that look at
 # a report in Chromium, which it installs (as root, on Debian); with --newest those that depend on the version of
 # Megatron-Core, and rehearsals of all settings, with the newest version that is supported. That one requires Python 3.12,
-# and is installed into .venv-newest (5 GB: pip finds a build of torch with CUDA).
+# and is installed into .venv-newest (5 GB: pip finds a build of torch with CUDA); with --trl those of the integration of
+# TRL, which is installed into .venv-trl.
 set -euo pipefail
 extras=cpu,dev
 [ "${1:-}" != --slurm ] || extras+=,nemo-run
@@ -15,6 +16,10 @@ if [ "${1:-}" = --newest ]; then
     done
     [ -n "$python" ] || { echo "Python 3.12 is needed: install it, or name it in PYTHON" >&2; exit 2; }
     export PYTHON=$python VENV=.venv-newest
+fi
+if [ "${1:-}" = --trl ]; then
+    extras=cpu,trl
+    export VENV=.venv-trl
 fi
 source "$(dirname "$0")/install.sh" "$extras"
 newest=(
@@ -45,6 +50,11 @@ case ${1:-} in
     export REHEARSAL_CASES=all REHEARSAL_TRANSFORMER_ENGINE=2.20.2
     bash scripts/install_te_python.sh
     python -m pytest --numprocesses 2 --dist loadfile --durations 20 "${newest[@]}" "$@"
+    ;;
+--trl)
+    shift
+    python -c 'import pytest' 2>/dev/null || python -m pip install --quiet 'pytest>=8'
+    python -m pytest --noconftest --durations 5 tests/integrations/test_trl.py "$@" # tests/conftest.py requires Megatron
     ;;
 *)
     bash scripts/install_te_python.sh || true # offline, the tests in tests/rehearsal fail and name this script

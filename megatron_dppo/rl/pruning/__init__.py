@@ -119,11 +119,34 @@ def prune(
         floor=np.full_like(length, 1.0 / max_weight),
         zero_advantage=advantage == 0.0,
     )
-    if budget == "auto":
-        share = efficient_keep(rule, candidates, generated=float(length.sum()))
+    kept, _ = draw_from(candidates, budget, rule=rule, generated=float(length.sum()), seed=seed)
+    return kept
+
+
+def draw_from(
+    candidates: CompletionCandidates,
+    budget: float | Literal["auto"],
+    *,
+    rule: str,
+    generated: float,
+    seed: int | Sequence[int] | np.random.Generator,
+) -> tuple[Kept, Floats]:
+    """The draw of ``prune``, for trainers that know their completions' scores and costs.
+
+    Args:
+        candidates: of the whole batch.
+        budget: see ``prune``.
+        rule: a name in ``COMPLETION_RULES``.
+        generated: tokens of all responses, which ``auto`` counts as spent already.
+        seed: of the draw.
+
+    Returns:
+        The completions kept with their weights, and the inclusion probabilities [Q, G] of all.
+    """
+    share = efficient_keep(rule, candidates, generated) if budget == "auto" else budget
     inclusion = completion_inclusion(rule, candidates, share)
     mask = draw_completions(rule, candidates, inclusion, np.random.default_rng(seed))
-    return Kept(mask, np.where(mask, completion_weight(rule, candidates, inclusion, share), 0.0))
+    return Kept(mask, np.where(mask, completion_weight(rule, candidates, inclusion, share), 0.0)), inclusion
 
 
 def _score_norms(logprobs: Sequence[Sequence[ArrayLike]], lengths: Floats) -> Floats:

@@ -1,0 +1,335 @@
+"""Pruning of completions in TRL's ``GRPOTrainer``; tested with TRL 1.16.0.
+
+    trainer = PrunedGRPOTrainer(pruning=Pruning(budget=0.5), model=…, reward_funcs=…, args=GRPOConfig(…), …)
+
+Generation, rewards and advantages are TRL's own. Each optimizer step then draws the completions that it trains on, and
+weights their losses so that the expected gradient is TRL's gradient of the whole batch (arXiv:2603.04135).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from accelerate import DistributedType
+from accelerate.utils import broadcast, gather_object
+from trl import GRPOTrainer
+from trl.trainer.utils import pad
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.pruning import draw_from
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES, CompletionCandidates
+
+DIVIDED_BY_ROWS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
+"""Losses that TRL divides by the rows of a micro-batch."""
+DIVIDED_BY_TOKENS = frozenset({"dapo", "cispo", "vespo"})
+"""Losses that TRL divides by the tokens of the generation batch, counted before the draw."""
+MEANS_OVER_TOKENS = frozenset({"grpo", "sapo"})
+"""Losses in which a row counts the mean of its tokens. In all others it counts their sum."""
+SKIPS_PASSES = frozenset({DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
+"""Ways of distributing a model under which a rank may leave out a forward pass before the last one of a step. Under
+others, every micro-batch has a pass, over fewer rows."""
+
+if TYPE_CHECKING:
+    _Trainer = GRPOTrainer
+else:
+    _Trainer = object
+
+
+@dataclass(frozen=True, slots=True)
+class Pruning:
+    """Which completions are trained on. ``Pruning(budget=0.5)`` trains on half of a batch's tokens."""
+
+    budget: float | Literal["auto"] = 0.5
+    """Fraction of the tokens, prompts included, that is trained on. Under ``threshold`` it is the probability of the
+    low-scored completions. ``auto``, for ``neyman``: the fraction of least variance × tokens, for each batch."""
+    rule: str = "neyman"
+    """Unbiased rule in ``COMPLETION_RULES``."""
+    max_weight: float = 5.0
+    """Largest weight of a completion's loss; inclusion probabilities are at least its inverse."""
+    seed: int = 0
+    """Random seed of the draws, together with the optimizer step."""
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            UserError: a field is out of range, or the rule is unknown or biased.
+        """
+        rule = COMPLETION_RULES.get(self.rule)
+        unbiased = ", ".join(name for name, known in COMPLETION_RULES.items() if not known.biased)
+        if rule is None or rule.biased:
+            problem = f"it is biased: {rule.biased}" if rule else "there is no such rule"
+            raise UserError("pruning.rule", self.rule, problem, f"choose one of {unbiased}")
+        if self.budget == "auto" and self.rule != "neyman":
+            raise UserError("pruning.budget", "auto", "only neyman has this budget", "give a fraction or rule='neyman'")
+        if self.budget != "auto" and not 0.0 < self.budget <= 1.0:
+            raise UserError(
+                "pruning.budget", self.budget, "it is no fraction", "give more than 0, at most 1, or 'auto'"
+            )
+        if not 1.0 <= self.max_weight < math.inf:
+            raise UserError("pruning.max_weight", self.max_weight, "weights are at least 1", "give a number from 1 on")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A completion without padding."""
+
+    inputs: dict[str, torch.Tensor]
+    """TRL's inputs by name: [tokens], [1] or []."""
+    weight: float
+    """0 for a completion that is not trained on."""
+
+    def __len__(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.inputs["prompt_ids"]) + len(self.inputs["completion_ids"])
+
+    def to(self, device: torch.device | str) -> Row:
+        return Row({name: value.to(device) for name, value in self.inputs.items()}, self.weight)
+
+
+class CompletionPruning(_Trainer):
+    """Mixin that prunes completions in a subclass of ``GRPOTrainer``: ``class Mine(CompletionPruning, YourTrainer)``.
+
+    Args:
+        pruning: see :class:`Pruning`. All other arguments are the trainer's.
+
+    Raises:
+        UserError: a setting of ``GRPOConfig`` has a term that no weight of completions keeps unbiased.
+    """
+
+    completion_inputs: ClassVar[Mapping[str, float]] = {
+        "completion_mask": 0,
+        "old_per_token_logps": 0.0,
+        "ref_per_token_logps": 0.0,
+        "sampling_per_token_logps": 0.0,
+        "importance_sampling_ratio": 1.0,
+        "tool_mask": 1,
+    }
+    """Inputs of [B, tokens of completions] or [B, 1] with their padding. A subclass with more of these adds to it."""
+
+    def __init__(self, *args: Any, pruning: Pruning = Pruning(), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pruning = pruning
+        _refuse_biased_terms(self)
+        self._candidates: CompletionCandidates
+        self._generated = 0.0
+        self._equal_rewards: torch.Tensor
+        self._pruned: deque[dict[str, torch.Tensor]] = deque()
+        """Micro-batches that are left of the last draw. An empty one has no forward pass."""
+        self._draws = self._passed = 0
+        """Draws and micro-batches of this optimizer step."""
+        self._drawn_at = -1
+        """The optimizer step."""
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
+        if self.model.training:
+            group = rewards.view(-1, self.num_generations, rewards.size(-1))
+            equal = torch.isclose(group, group[:, :1], rtol=1e-6, atol=0.0, equal_nan=True).all(dim=2).all(dim=1)
+            self._equal_rewards = equal & (self.multi_objective_aggregation == "sum_then_normalize")
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self._refuse_unknown(batch)
+            self._candidates = self._gather_candidates(batch)
+            rows = len(batch["advantages"])
+            batch["row"] = torch.arange(rows, device=batch["advantages"].device) + self.accelerator.process_index * rows
+        return batch
+
+    def _refuse_unknown(self, batch: Mapping[str, Any]) -> None:
+        known = {"prompt_ids", "prompt_mask", "completion_ids", "advantages", *self.completion_inputs}
+        if batch["advantages"].ndim != 1:
+            shape = tuple(batch["advantages"].shape)
+            raise UserError("advantages", shape, "a completion has several", "return one for each completion")
+        for name, value in batch.items():
+            if name not in known and not (isinstance(value, torch.Tensor) and value.ndim == 0):
+                remedy = "train on text alone, or add tensors of [rows, tokens] to completion_inputs in a subclass"
+                raise UserError("inputs", name, "rows of this input cannot be cut", remedy)
+
+    def _gather_candidates(self, batch: Mapping[str, torch.Tensor]) -> CompletionCandidates:
+        """The completions of all ranks, [Q, G], in the order in which TRL generated them."""
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        logprobs = batch.get("sampling_per_token_logps", batch.get("old_per_token_logps"))
+        norm = torch.ones_like(batch["advantages"])
+        if logprobs is not None:
+            norm = (torch.expm1(logprobs.float().nan_to_num(0.0)) * mask).norm(dim=1)
+        counts = (batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1), mask.sum(dim=1))
+        local = torch.stack([each.float() for each in (batch["advantages"], norm, *counts)], dim=1)
+        gathered = self.accelerator.gather(local).double().cpu().numpy().reshape(-1, self.num_generations, 5)
+        advantage, norms, prompts, completions, tokens = np.moveaxis(gathered, -1, 0)
+        self._generated = float(completions.sum())
+        flat = self._equal_rewards.cpu().numpy()[:, None] | (advantage == 0.0)
+        return CompletionCandidates(
+            advantage=advantage,
+            score=np.abs(advantage) * norms / (np.maximum(tokens, 1.0) if self.loss_type in MEANS_OVER_TOKENS else 1.0),
+            cost=prompts + completions,
+            floor=np.full_like(tokens, 1.0 / self.pruning.max_weight),
+            zero_advantage=(tokens == 0.0) | (flat & (self.beta == 0.0)),
+        )
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training:
+            return inputs
+        if self._drawn_at != self.state.global_step or self._passed == self.current_gradient_accumulation_steps:
+            self._drawn_at, self._draws, self._passed = self.state.global_step, 0, 0
+        if not self._pruned:
+            position = self._step % self.args.steps_per_generation
+            left = self.current_gradient_accumulation_steps - self._passed
+            self._pruned.extend(self._prune(self._buffered_inputs[position : position + left]))
+        self._passed += 1
+        return self._pruned.popleft()
+
+    def _prune(self, window: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Draw from the micro-batches that one optimizer step takes from one generation batch.
+
+        The draw is over the whole generation batch, with a random number of its own for each step, since a draw that
+        decided over the last step's weights as well would not be independent of the parameters.
+
+        Returns:
+            As many micro-batches, the empty ones first. Those of all ranks have as many rows each, since TRL's metrics
+            gather them; rows of weight 0 fill them up.
+        """
+        weights = self._draw()
+        rows = [row for batch in window for row in self._rows(batch, weights)]
+        mine, most = self._levelled([row for row in rows if row.weight > 0.0])
+        size = len(rows) / len(window)
+        passes = max(1, math.ceil(most / size)) if self.accelerator.distributed_type in SKIPS_PASSES else len(window)
+        filler = Row(min(rows, key=len).inputs, weight=0.0)
+        mine = sorted(mine + [filler] * (max(most, passes) - len(mine)), key=len)
+        chunks = [mine[len(mine) * i // passes : len(mine) * (i + 1) // passes] for i in range(passes)]
+        shared = {name: value for name, value in window[0].items() if value.ndim == 0}
+        return [{}] * (len(window) - passes) + [shared | self._padded(chunk, size) for chunk in chunks]
+
+    def _draw(self) -> list[float]:
+        """[completions of all ranks], weights; 0 for those that are not trained on. All ranks have those of rank 0."""
+        candidates, seed = self._candidates, (self.pruning.seed, self.state.global_step, self._draws)
+        (mask, weights), inclusion = draw_from(
+            candidates,
+            self.pruning.budget,
+            rule=self.pruning.rule,
+            generated=self._generated,
+            seed=seed,
+        )
+        self._draws += 1
+        squares, live = candidates.score**2, inclusion > 0.0
+        noise = (squares[live] / inclusion[live]).sum() / squares[live].sum() if squares[live].any() else 1.0
+        self._metrics["train"]["pruning/kept"].append(float(mask.mean()))
+        self._metrics["train"]["pruning/kept_tokens"].append(float(candidates.cost[mask].sum() / candidates.cost.sum()))
+        self._metrics["train"]["pruning/variance_inflation"].append(float(noise))
+        drawn: list[float] = broadcast(torch.from_numpy(weights).flatten().to(self.accelerator.device)).tolist()
+        return drawn
+
+    def _rows(self, batch: Mapping[str, torch.Tensor], weights: Sequence[float]) -> Iterator[Row]:
+        rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) is not None
+        width = batch["prompt_mask"].size(1)
+        prompts = batch["prompt_mask"].sum(dim=1).tolist() if rotary else [width] * len(batch["row"])
+        completions = batch["completion_mask"].sum(dim=1).clamp(min=1).tolist()
+        for i, (place, prompt, completion) in enumerate(zip(batch["row"].tolist(), prompts, completions, strict=True)):
+            inputs = {name: batch[name][i, width - prompt :] for name in ("prompt_ids", "prompt_mask")}
+            for name in ("completion_ids", *self.completion_inputs):
+                if name in batch:
+                    inputs[name] = batch[name][i, :completion]
+            yield Row(inputs | {"advantages": batch["advantages"][i]}, weights[place])
+
+    def _levelled(self, kept: list[Row]) -> tuple[list[Row], int]:
+        """Move rows between ranks until their numbers differ by at most one; and the largest number of a rank."""
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        counts = self.accelerator.gather(torch.tensor([len(kept)], device=self.accelerator.device)).tolist()
+        total = sum(counts)
+        quotas = [(total + ranks - 1 - each) // ranks for each in range(ranks)]
+        if counts != quotas:
+            missing = [max(quota - count, 0) for quota, count in zip(quotas, counts, strict=True)]
+            given = gather_object([row.to("cpu") for row in kept[quotas[rank] :]])
+            arrived = given[sum(missing[:rank]) :][: missing[rank]]
+            kept = kept[: quotas[rank]] + [row.to(self.accelerator.device) for row in arrived]
+        return kept, quotas[0]
+
+    def _padded(self, rows: Sequence[Row], size: float) -> dict[str, torch.Tensor]:
+        """A micro-batch of rows. ``size`` is the number that TRL would have divided by."""
+        pad_id = self._tokenizer.pad_token_id
+        fill = {"prompt_ids": pad_id, "prompt_mask": 0, "completion_ids": pad_id, **self.completion_inputs}
+        batch = {}
+        for name in rows[0].inputs.keys() & fill.keys():
+            values, side = [row.inputs[name] for row in rows], "left" if name.startswith("prompt") else "right"
+            whole = max(map(len, values)) > 1  # [1] is of the completion, not of a token
+            batch[name] = pad(values, fill[name], side, self.pad_to_multiple_of if whole else None)
+        advantages = torch.stack([row.inputs["advantages"] for row in rows])
+        share = len(rows) / size if self.loss_type in DIVIDED_BY_ROWS else 1.0
+        batch["weight"] = advantages.new_tensor([row.weight * share for row in rows])
+        batch["advantages"] = advantages * batch["weight"]
+        return batch
+
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not inputs:
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        loss: torch.Tensor = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Policy terms are proportional to the advantages, which have the weight. The KL term takes it here."""
+        beta = self.beta
+        if beta and "weight" in inputs:
+            self.beta = _OfEachRow(beta, inputs["weight"])
+        try:
+            loss: torch.Tensor = super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+        return loss
+
+
+class PrunedGRPOTrainer(CompletionPruning, GRPOTrainer):
+    """``GRPOTrainer`` that trains on a part of the completions; see :class:`CompletionPruning`."""
+
+
+class _OfEachRow(float):
+    """A coefficient that multiplies each row [B, tokens] by the row's weight [B] as well."""
+
+    def __new__(cls, value: float, weight: torch.Tensor) -> _OfEachRow:
+        return super().__new__(cls, value)
+
+    def __init__(self, value: float, weight: torch.Tensor) -> None:
+        self._each = value * weight[:, None]
+
+    def __mul__(self, rows: Any) -> Any:
+        return self._each * rows
+
+
+def _refuse_biased_terms(trainer: Any) -> None:
+    args, known = trainer.args, DIVIDED_BY_ROWS | DIVIDED_BY_TOKENS
+    own = "divides by each micro-batch's own number of tokens"
+    for setting, value, biased, problem, remedy in (
+        (
+            "loss_type",
+            args.loss_type,
+            args.loss_type not in known,
+            f"it {own}" if args.loss_type == "bnpo" else "its divisor is not known here",
+            f"choose one of {', '.join(sorted(known))}",
+        ),
+        (
+            "top_entropy_quantile",
+            args.top_entropy_quantile,
+            args.top_entropy_quantile < 1.0,
+            "the quantile would be that of the completions kept",
+            "set it to 1.0",
+        ),
+        ("entropy_coef", args.entropy_coef, args.entropy_coef != 0.0, f"the bonus {own}", "set it to 0.0"),
+        ("use_adaptive_entropy", True, args.use_adaptive_entropy, f"the bonus {own}", "set it to False"),
+        (
+            "router_aux_loss_coef",
+            trainer.router_aux_loss_coef,
+            trainer.aux_loss_enabled,
+            "the load-balancing loss is not a sum over completions",
+            "set it to 0.0",
+        ),
+    ):
+        if biased:
+            raise UserError(setting, value, f"under pruning the gradient would be biased: {problem}", remedy)
