@@ -1,0 +1,1 @@
+"""Pruning of completions in trainers of others."""
