@@ -4,10 +4,12 @@
 # it installs (as root, on Debian or Ubuntu) and brings up on this machine's loopback; with --browser those that look at
 # a report in Chromium, which it installs (as root, on Debian); with --newest those that depend on the version of
 # Megatron-Core, and rehearsals of all settings, with the newest version that is supported. That one requires Python 3.12,
-# and is installed into .venv-newest (5 GB: pip finds a build of torch with CUDA).
+# and is installed into .venv-newest (5 GB: pip finds a build of torch with CUDA). With --verl it runs those of pruning in
+# verl, whose versions of other packages have an environment of their own, .venv-verl.
 set -euo pipefail
 extras=cpu,dev
 [ "${1:-}" != --slurm ] || extras+=,nemo-run
+[ "${1:-}" != --verl ] || { extras+=,verl && export VENV=.venv-verl; }
 if [ "${1:-}" = --newest ]; then
     for python in "${PYTHON:-python3.12}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
         ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || break
@@ -45,6 +47,10 @@ case ${1:-} in
     export REHEARSAL_CASES=all REHEARSAL_TRANSFORMER_ENGINE=2.20.2
     bash scripts/install_te_python.sh
     python -m pytest --numprocesses 2 --dist loadfile --durations 20 "${newest[@]}" "$@"
+    ;;
+--verl)
+    shift
+    python -m pytest tests/integrations/test_verl.py "$@"
     ;;
 *)
     bash scripts/install_te_python.sh || true # offline, the tests in tests/rehearsal fail and name this script

@@ -170,9 +170,11 @@ def pruning_settings(config: DictConfig) -> Pruning:
     except (TypeError, ValueError) as error:
         raise UserError("pruning", given, str(error).rstrip("."), "Correct it, or leave it out") from error
     actor, algorithm, model = config.actor_rollout_ref.actor, config.algorithm, config.actor_rollout_ref.model
-    mode, correction = actor.policy_loss.loss_mode, algorithm.get("rollout_correction") or {}
+    mode = actor.policy_loss.loss_mode
+    corrections = [section.get("rollout_correction") or {} for section in (algorithm, actor.policy_loss)]
+    bypassed = mode == "bypass_mode" or corrections[0].get("bypass_mode")
+    normalised = bypassed and any(correction.get("rollout_is_batch_normalize") for correction in corrections)
     unscaled = actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None
-    normalised = correction.get("bypass_mode") and correction.get("rollout_is_batch_normalize")
     its_term = "adds a term to the loss that no weight reaches"
     refused = [
         (pruning.rule != "neyman", "pruning.rule", pruning.rule, "is not available here", "Set it to neyman"),
@@ -184,7 +186,7 @@ def pruning_settings(config: DictConfig) -> Pruning:
         ((model.get("mtp") or {}).get("enable_train"), "model.mtp.enable_train", True, its_term, "Set it to false"),
         (mode not in PROPORTIONAL, "actor.policy_loss.loss_mode", mode, "is not known to be proportional to advantages",
          f"Choose from {', '.join(PROPORTIONAL)}"),
-        (normalised, "algorithm.rollout_correction.rollout_is_batch_normalize", True,
+        (normalised, "rollout_correction.rollout_is_batch_normalize", True,
          "normalises over a micro-batch, whose rows are drawn", "Set it to false"),
         (unscaled, "actor.loss_scale_factor", None, "divides by the longest response of a micro-batch",
          "Set it to data.max_response_length"),

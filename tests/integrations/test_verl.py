@@ -5,6 +5,7 @@ The rest of an actor's workers, FSDP and Megatron, requires GPUs.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-from verl.utils.transferqueue_utils import _meta_to_realdata, kv_batch_meta2batch_meta
+from verl.utils.transferqueue_utils import _meta_to_realdata
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
@@ -73,7 +74,7 @@ class Workers:
         if isinstance(batch, TensorDict):
             shards = [shard.clone() for shard in shards]  # as a process would receive them, which may change them
         else:
-            shards = [_meta_to_realdata(kv_batch_meta2batch_meta(shard)) for shard in shards]
+            shards = [_meta_to_realdata(shard) for shard in shards]
         self.gradients, self.rows = [], []
         iterators = []
         for shard in shards:
@@ -98,12 +99,12 @@ class Workers:
         return tu.get_tensordict({}, {"metrics": {"mfu": [0.0], "rows": self.rows}})
 
 
-def made_rows(workers: Workers, turns: bool = False) -> list[dict[str, Any]]:
-    """Prompts and responses of several lengths. The policy has moved since they were sampled: some ratios are clipped."""
+def made_rows(workers: Workers) -> list[dict[str, Any]]:
+    """Prompts and responses of several lengths. The policy has moved since sampling, so that some ratios are clipped."""
     rng, rows = np.random.default_rng(0), []
     for prompt in range(PROMPTS):
         asked = torch.from_numpy(rng.integers(0, VOCABULARY, rng.integers(1, LONGEST["prompt"] + 1)))
-        for sample in range(SAMPLES):
+        for _ in range(SAMPLES):
             length = int(rng.integers(2, LONGEST["response"] + 1))
             response = torch.from_numpy(rng.integers(0, VOCABULARY, length))
             ids, mask = torch.cat([asked, response]), torch.ones(length, dtype=torch.int64)
@@ -133,11 +134,13 @@ def made_rows(workers: Workers, turns: bool = False) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def queue() -> Iterator[None]:
     """TransferQueue, whose controller and storage are actors of Ray."""
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    tq.init()
-    yield
-    tq.close()
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray would keep one in the user's home
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        tq.init()
+        yield
+        tq.close()
+        ray.shutdown()
 
 
 class Tokenizer:
@@ -223,8 +226,10 @@ def error(means: list[torch.Tensor], full: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_mean_gradient_of_each_mini_batch_over_all_draws_is_the_whole_one(
-    trainer: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    trainer: str, mode: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if trainer == "v1":
+        request.getfixturevalue("queue")
     make, base = TRAINERS[trainer]
     made, batch, workers = make(configuration(f"actor_rollout_ref.actor.loss_agg_mode={mode}"))
     update(made, batch, base)
@@ -279,6 +284,7 @@ def test_a_wrong_divisor_is_seen(
     assert error(means, full) > 1e-2
 
 
+@pytest.mark.usefixtures("queue")
 def test_the_step_goes_on_with_the_whole_batch_and_its_own_advantages() -> None:
     made, batch, workers = v1(configuration())
     before = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=["advantages"])["advantages"]
@@ -292,6 +298,7 @@ def test_the_step_goes_on_with_the_whole_batch_and_its_own_advantages() -> None:
     assert made.config.trainer.v1.trainer_mode == made.replay_buffer.trainer_mode == "sync"
 
 
+@pytest.mark.usefixtures("queue")
 def test_a_step_is_drawn_again_as_it_was_and_the_next_one_anew() -> None:
     made, batch, workers = v1(configuration())
 
