@@ -303,7 +303,7 @@ class PrunedRayPPOTrainer(RayPPOTrainer):
         workers = self.actor_rollout_wg
         drawn = draw(rows, self.config, self.pruning, ranks=_ranks(workers), step=[self.global_steps])
         sent = batch.select_idxs(drawn.order)
-        sent.batch["advantages"] = sent.batch["advantages"] * torch.from_numpy(drawn.weights)[:, None].to(torch.float32)
+        sent.batch["advantages"] = (sent.batch["advantages"] * torch.from_numpy(drawn.weights)[:, None]).float()
         with _smaller_mini_batches(workers, drawn.mini_batch):
             output = super()._update_actor(sent)
         output.meta_info["metrics"].update({name: [value] for name, value in drawn.metrics.items()})

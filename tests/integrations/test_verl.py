@@ -100,7 +100,7 @@ class Workers:
 
 
 def made_rows(workers: Workers) -> list[dict[str, Any]]:
-    """Prompts and responses of several lengths. The policy has moved since sampling, so that some ratios are clipped."""
+    """Prompts and responses of several lengths. The policy has moved since sampling: some ratios are clipped."""
     rng, rows = np.random.default_rng(0), []
     for prompt in range(PROMPTS):
         asked = torch.from_numpy(rng.integers(0, VOCABULARY, rng.integers(1, LONGEST["prompt"] + 1)))
@@ -240,7 +240,7 @@ def test_the_mean_gradient_of_each_mini_batch_over_all_draws_is_the_whole_one(
     assert max(sizes) < PROMPTS * SAMPLES // 2
 
 
-@pytest.mark.parametrize("loss", [loss for loss in integration.PROPORTIONAL if loss != "bypass_mode"])
+@pytest.mark.parametrize("loss", integration.PROPORTIONAL)
 def test_every_loss_that_is_taken_is_proportional_to_its_advantages(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, batch, workers = legacy(configuration(f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"))
     update(made, batch, RayPPOTrainer)
