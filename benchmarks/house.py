@@ -35,7 +35,7 @@ PACKAGE = "megatron_dppo"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "process", "hub", "config", "settings"),
     ("rl",),
-    ("parallel", "data"),
+    ("parallel", "data", "integrations"),
     ("models",),
     ("rewards", "observe", "plugins", "bridge"),
     ("rollout",),

@@ -4,11 +4,12 @@
 # it installs (as root, on Debian or Ubuntu) and brings up on this machine's loopback; with --browser those that look at
 # a report in Chromium, which it installs (as root, on Debian); with --newest those that depend on the version of
 # Megatron-Core, and rehearsals of all settings, with the newest version that is supported. That one requires Python 3.12,
-# and is installed into .venv-newest (5 GB: pip finds a build of torch with CUDA); with --trl those of the integration of
-# TRL, which is installed into .venv-trl.
+# and is installed into .venv-newest (5 GB: pip finds a build of torch with CUDA). With --trl and --verl it runs the tests of
+# pruning in TRL and in verl, in environments of their own: .venv-trl and .venv-verl.
 set -euo pipefail
 extras=cpu,dev
 [ "${1:-}" != --slurm ] || extras+=,nemo-run
+[ "${1:-}" != --verl ] || { extras+=,verl && export VENV=.venv-verl; }
 if [ "${1:-}" = --newest ]; then
     for python in "${PYTHON:-python3.12}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
         ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || break
@@ -55,6 +56,10 @@ case ${1:-} in
     shift
     python -c 'import pytest' 2>/dev/null || python -m pip install --quiet 'pytest>=8'
     python -m pytest --noconftest --durations 5 tests/integrations/test_trl.py "$@" # tests/conftest.py requires Megatron
+    ;;
+--verl)
+    shift
+    python -m pytest tests/integrations/test_verl.py "$@"
     ;;
 *)
     bash scripts/install_te_python.sh || true # offline, the tests in tests/rehearsal fail and name this script

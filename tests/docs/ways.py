@@ -132,6 +132,7 @@ WAYS = (
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
     Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
     Way(r"docker .*|git clone .*|cp -r data/qwen/.*|python3\.12 -m venv .*", "nowhere"),
+    Way(r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*", "nowhere"),
     Way(r"pip install (torch==|--no-build-isolation \"transformer-engine).*", "nowhere"),
     Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml --check", replace={" --check": ""}, append=CHECKED),
     Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml rollout\.launch\.command=\S+", append=CHECKED),

@@ -1,0 +1,310 @@
+"""Pruning of completions in verl 0.9: the actor trains on a weighted random part of each step's batch.
+
+verl imports the modules that an environment variable names; this one registers its trainers under
+``trainer.v1.trainer_mode``, as ``pruned_`` and the name of verl's own::
+
+    VERL_USE_EXTERNAL_MODULES=megatron_dppo.integrations.verl python -m verl.trainer.main_ppo \\
+        trainer.v1.trainer_mode=pruned_sync +pruning.budget=0.5 ...
+
+The draw comes between verl's ``_compute_advantage`` and its ``_update_actor``. The weight of a row multiplies its
+advantages, to which the losses in ``PROPORTIONAL`` are proportional. Mini-batches shrink, and the divisor
+``global_batch_size`` stays. Log-probabilities and metrics are still those of the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.utils import need_critic
+from verl.trainer.ppo.v1 import (
+    PPOTrainer,
+    PPOTrainerColocateAsync,
+    PPOTrainerSeparateAsync,
+    PPOTrainerSync,
+    register_trainer,
+)
+from verl.utils import tensordict_utils as tu
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.pruning import prune
+from megatron_dppo.rl.types import Floats, Ints
+
+PROPORTIONAL = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "bypass_mode")
+"""Values of ``policy_loss.loss_mode`` whose loss of a row is proportional to its advantages and reads no other row."""
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Settings of the draw: ``+pruning.budget=0.5`` on verl's command line."""
+
+    budget: float | Literal["auto"] = 0.5
+    """Fraction of the batch's tokens that the actor trains on; ``auto``: the most efficient one."""
+    rule: str = "neyman"
+    max_weight: float = 10.0
+    seed: int = 0
+
+
+class Rows(NamedTuple):
+    """A step's rows in the order of the driver: N = ranks · mini-batches · rows of each.
+
+    T counts the tokens of a padded response.
+    """
+
+    groups: list[str]
+    """[N], the prompt of each row."""
+    tokens: Ints
+    """[N], of prompt and response."""
+    counted: Ints
+    """[N], tokens that ``token-mean`` divides by."""
+    mask: torch.Tensor
+    """[N, T], tokens that enter the loss."""
+    advantages: torch.Tensor
+    """[N, T]"""
+    logprobs: torch.Tensor
+    """[N, T], at sampling."""
+
+
+class Draw(NamedTuple):
+    """Rows that are sent to the actor: of each rank the rows of all its mini-batches, as verl splits them."""
+
+    order: Ints
+    """[n], places in the batch."""
+    weights: Floats
+    """[n], factors of the advantages; 0 for rows that only fill up a mini-batch."""
+    mini_batch: int
+    """Rows of a mini-batch, over all ranks."""
+    metrics: dict[str, float]
+
+
+def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: list[int]) -> Draw:
+    """Draw the rows of a step.
+
+    A row stays in its mini-batch, so that the gradient of each is unbiased. All mini-batches get as many rows as the
+    largest requires: the shortest rows that were not drawn fill up the others, with the weight 0.
+
+    Args:
+        rows: of the whole batch, which verl has balanced over its ranks.
+        config: of verl.
+        pruning: of the run.
+        ranks: data-parallel size of the actor.
+        step: seeds of the draw.
+    """
+    actor, samples = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    aggregation = "seq-mean-token-mean" if actor.policy_loss.loss_mode == "sapo" else actor.loss_agg_mode
+    mask = rows.mask.bool()
+    lengths = np.maximum(mask.sum(1).numpy(), 1)
+    masked = torch.where(mask, rows.advantages, 0.0).double()
+    sizes = np.sqrt((masked**2).sum(1).numpy() / lengths)
+    advantages = np.where(masked.sum(1).numpy() < 0.0, -sizes, sizes)
+    _, groups = np.unique(rows.groups, return_inverse=True)
+    by_group = np.lexsort((advantages, groups))  # neighbours are seldom kept together: spreads the draw over prompts
+    column = by_group[:, None]
+    kept = prune(
+        lengths[column],
+        np.zeros(column.shape),
+        [[rows.logprobs[row][mask[row]].double().numpy() if mask[row].any() else [0.0]] for row in by_group],
+        pruning.budget,
+        advantages=advantages[column],
+        prompt_lengths=(rows.tokens - lengths)[by_group],
+        rule=pruning.rule,
+        sequence_mean=aggregation == "seq-mean-token-mean",
+        max_weight=pruning.max_weight,
+        seed=[pruning.seed, *step],
+    )
+    weights = np.zeros(len(lengths))
+    weights[by_group] = kept.weights[:, 0]
+
+    whole = actor.ppo_mini_batch_size * samples
+    mini_batches = np.arange(len(weights)).reshape(ranks, -1, whole // ranks).swapaxes(0, 1).reshape(-1, whole)
+    multiple = ranks * _rows_multiple(actor)
+    most = max(int((weights[mini_batches] > 0.0).sum(axis=1).max()), 1)
+    mini_batch = min(math.ceil(most / multiple) * multiple, whole)
+    parts: list[list[Ints]] = []
+    metrics = {
+        "prune/kept_completion_fraction": float((weights > 0.0).mean()),
+        "prune/kept_token_fraction": float(rows.tokens[weights > 0.0].sum() / rows.tokens.sum()),
+        "prune/max_weight": float(weights.max()),
+    }
+    for members in mini_batches:
+        sent = members[np.lexsort((rows.tokens[members], weights[members] == 0.0))][:mini_batch]
+        if aggregation == "token-mean":  # divides by the tokens that it is sent
+            weights[sent] *= rows.counted[sent].sum() / rows.counted[members].sum()
+        shares = get_seqlen_balanced_partitions(rows.tokens[sent].tolist(), k_partitions=ranks, equal_size=True)
+        parts.append([sent[share] for share in shares])
+    order = np.concatenate([part[rank] for rank in range(ranks) for part in parts])
+    return Draw(order, weights[order], mini_batch, metrics)
+
+
+def _rows_multiple(actor: DictConfig) -> int:
+    """What a rank's number of rows in a mini-batch has to be a multiple of."""
+    megatron = actor.get("megatron") or {}
+    stages = megatron["pipeline_model_parallel_size"] if megatron.get("virtual_pipeline_model_parallel_size") else 1
+    return int(stages * (1 if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu))
+
+
+def pruning_settings(config: DictConfig) -> Pruning:
+    """Read ``pruning`` from verl's configuration.
+
+    Raises:
+        UserError: a setting of ``pruning`` is wrong, or one of verl's makes the gradient of a pruned batch biased.
+    """
+    given, known = dict(config.get("pruning") or {}), [field.name for field in fields(Pruning)]
+    for name in given:
+        if name not in known:
+            raise UserError(f"pruning.{name}", given[name], "is no setting", f"Choose from {', '.join(known)}")
+    pruning = Pruning(**given)
+    try:
+        prune([[1, 1]], [[0.0, 1.0]], budget=pruning.budget, rule=pruning.rule, max_weight=pruning.max_weight)
+    except (TypeError, ValueError) as error:
+        raise UserError("pruning", given, str(error).rstrip("."), "Correct it, or leave it out") from error
+    actor, algorithm, model = config.actor_rollout_ref.actor, config.algorithm, config.actor_rollout_ref.model
+    mode = actor.policy_loss.loss_mode
+    corrections = [section.get("rollout_correction") or {} for section in (algorithm, actor.policy_loss)]
+    bypassed = mode == "bypass_mode" or corrections[0].get("bypass_mode")
+    normalised = bypassed and any(correction.get("rollout_is_batch_normalize") for correction in corrections)
+    unscaled = actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None
+    its_term = "adds a term to the loss that no weight reaches"
+    refused = [
+        (pruning.rule != "neyman", "pruning.rule", pruning.rule, "is not available here", "Set it to neyman"),
+        (need_critic(config), "algorithm.adv_estimator", algorithm.adv_estimator,
+         "trains a critic, which is not pruned", "Choose an estimator without a critic, such as grpo"),
+        (actor.use_kl_loss, "actor.use_kl_loss", True, its_term, "Set algorithm.use_kl_in_reward=true in its place"),
+        (actor.entropy_coeff != 0.0, "actor.entropy_coeff", actor.entropy_coeff, its_term, "Set it to 0"),
+        ((config.get("distillation") or {}).get("enabled"), "distillation.enabled", True, its_term, "Set it to false"),
+        ((model.get("mtp") or {}).get("enable_train"), "model.mtp.enable_train", True, its_term, "Set it to false"),
+        (mode not in PROPORTIONAL, "actor.policy_loss.loss_mode", mode, "is not known to be proportional to advantages",
+         f"Choose from {', '.join(PROPORTIONAL)}"),
+        (normalised, "rollout_correction.rollout_is_batch_normalize", True,
+         "normalises over a micro-batch, whose rows are drawn", "Set it to false"),
+        (unscaled, "actor.loss_scale_factor", None, "divides by the longest response of a micro-batch",
+         "Set it to data.max_response_length"),
+        (actor.ppo_epochs != 1, "actor.ppo_epochs", actor.ppo_epochs, "trains several times on one draw",
+         "Set it to 1, and actor.ppo_mini_batch_size lower for more updates"),
+        (actor.shuffle, "actor.shuffle", True, "moves rows to other mini-batches after the draw", "Set it to false"),
+    ]  # fmt: skip
+    for wrong, setting, value, problem, remedy in refused:
+        if wrong:
+            raise UserError(setting, value, problem, remedy)
+    return pruning
+
+
+@contextmanager
+def _smaller_mini_batches(workers: Any, rows: int) -> Iterator[None]:
+    """Have the actor's workers take ``rows`` rows a mini-batch: verl's ``_update_actor`` names the number itself."""
+    update = workers.update_actor
+
+    def update_with(batch: Any) -> Any:
+        if isinstance(batch, tq.KVBatchMeta):
+            batch.extra_info["mini_batch_size"] = rows
+        else:
+            tu.assign_non_tensor(batch, mini_batch_size=rows)
+        return update(batch)
+
+    workers.update_actor = update_with
+    try:
+        yield
+    finally:
+        workers.update_actor = update
+
+
+def _ranks(workers: Any) -> int:
+    """Data-parallel size of the actor."""
+    return int(max(workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor"))) + 1
+
+
+class PrunedTrainer(PPOTrainer):
+    """Mixin for a trainer of verl's v1: ``class Mine(PrunedTrainer, PPOTrainerSync)``.
+
+    Raises:
+        UserError: see :func:`pruning_settings`.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self.pruning = pruning_settings(config)
+        # verl chooses its replay buffer and its section of settings by this name.
+        config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode.removeprefix("pruned_")
+        super().__init__(config)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        names = ["uid", "response_mask", "loss_mask", "advantages", "old_log_probs"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        groups, advantages = data.pop("uid").tolist(), data["advantages"].unbind()
+        padded = data.to_padded_tensor()
+        rows = Rows(
+            groups,
+            np.array([tag["seq_len"] for tag in batch.tags]),
+            padded["loss_mask"].sum(1).numpy(),
+            padded["response_mask"],
+            padded["advantages"],
+            padded["old_log_probs"],
+        )
+        workers, step = self.actor_rollout_wg, [self.global_steps, self.local_trigger_step]
+        drawn = draw(rows, self.config, self.pruning, ranks=_ranks(workers), step=step)
+        metrics.update(drawn.metrics)
+        sent = batch.select_keys([batch.keys[row] for row in drawn.order])
+        own = [advantages[row] for row in drawn.order]
+        _put_advantages(sent, [row * weight for row, weight in zip(own, drawn.weights.tolist(), strict=True)])
+        with _smaller_mini_batches(workers, drawn.mini_batch):
+            super()._update_actor(sent, metrics)
+        _put_advantages(sent, own)  # verl's metrics read them
+        return batch
+
+
+def _put_advantages(batch: Any, advantages: list[torch.Tensor]) -> None:
+    nested = torch.nested.as_nested_tensor(advantages, layout=torch.jagged)
+    values = TensorDict({"advantages": nested}, batch_size=len(batch))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=values)
+
+
+@register_trainer("pruned_sync")
+class PrunedPPOTrainerSync(PrunedTrainer, PPOTrainerSync):
+    """verl's synchronous trainer."""
+
+
+@register_trainer("pruned_colocate_async")
+class PrunedPPOTrainerColocateAsync(PrunedTrainer, PPOTrainerColocateAsync):
+    """verl's asynchronous trainer whose policy and rollouts share GPUs."""
+
+
+@register_trainer("pruned_separate_async")
+class PrunedPPOTrainerSeparateAsync(PrunedTrainer, PPOTrainerSeparateAsync):
+    """verl's asynchronous trainer with GPUs of their own for rollouts."""
+
+
+class PrunedRayPPOTrainer(RayPPOTrainer):
+    """verl's legacy trainer (``trainer.use_v1=false``), which no setting can name: a script has to construct it."""
+
+    def __init__(self, config: DictConfig, *args: Any, **options: Any) -> None:
+        self.pruning = pruning_settings(config)
+        super().__init__(config, *args, **options)
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        mask = batch.batch["response_mask"]
+        rows = Rows(
+            batch.non_tensor_batch["uid"].tolist(),
+            batch.batch["attention_mask"].sum(1).numpy(),
+            mask.sum(1).numpy(),
+            mask,
+            batch.batch["advantages"],
+            batch.batch["old_log_probs"],
+        )
+        workers = self.actor_rollout_wg
+        drawn = draw(rows, self.config, self.pruning, ranks=_ranks(workers), step=[self.global_steps])
+        sent = batch.select_idxs(drawn.order)
+        sent.batch["advantages"] = (sent.batch["advantages"] * torch.from_numpy(drawn.weights)[:, None]).float()
+        with _smaller_mini_batches(workers, drawn.mini_batch):
+            output = super()._update_actor(sent)
+        output.meta_info["metrics"].update({name: [value] for name, value in drawn.metrics.items()})
+        return output
