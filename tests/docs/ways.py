@@ -250,7 +250,7 @@ WAYS = (
     ),
     Way(r"megatron-dppo launch \S+ --executor slurm --dry-run( > job\.sh)?", "slurm"),
     Way(r"megatron-dppo launch \S+ --executor slurm", "slurm", append="--dry-run"),
-    Way(r"megatron-dppo serve CONFIG", "elsewhere", by=("megatron_dppo/launch/job.sh", "megatron_dppo serve")),
+    Way(r"megatron-dppo serve CONFIG", "elsewhere", by=("scripts/slurm/job.sh", "megatron_dppo serve")),
 )
 
 
