@@ -49,7 +49,7 @@ def configs(chosen: argparse.Namespace) -> None:
 
 def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo quickstart``."""
-    what = "settings of the training; with run.dir=FOLDER, for a second run with others"
+    what = "settings of the training, or sft.* of the warm-up; give a second run a folder, run.dir=FOLDER"
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help=what)
 
 
@@ -68,6 +68,7 @@ def quickstart(chosen: argparse.Namespace) -> int:
     if not (warm / "config.json").exists():
         if not (initial / "config.json").exists():
             write_model(initial, std=0.05)
-        if code := run("sft", load_config(file, [*WARM_UP, f"model.path={initial}", f"sft.out={warm}"])):
+        of_warm_up = [word for word in chosen.overrides if word.startswith("sft.")]
+        if code := run("sft", load_config(file, [*of_warm_up, *WARM_UP, f"model.path={initial}", f"sft.out={warm}"])):
             return code
     return run("train", config)
