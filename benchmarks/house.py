@@ -42,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("evaluation",),
     ("trainer", "report"),
     ("launch", "estimate", "compress", "rehearse", "doctor"),
-    ("train", "sft", "eval", "probe_tree", "probe_batch", "init", "export", "api", "cli", "__main__"),
+    ("train", "sft", "eval", "probe_tree", "probe_batch", "init", "export", "quickstart", "api", "cli", "__main__"),
 )
 """Rooms, from the ground floor up. A room is a folder of the package, or a file at its top."""
 REHEARSE = "megatron_dppo.rehearse"
