@@ -96,8 +96,9 @@ def test_it_runs_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     where = output(python, "-c", "import megatron_dppo; print(megatron_dppo.__file__)", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(packages)
     assert "samples_per_prompt" in output(ours, "train", "--print-config", cwd=tmp_path)
+    output(ours, "init", "runs/quickstart/warm", "--hidden", "32", "--ffn", "64", cwd=tmp_path)
     small = ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_response_tokens=4"]
-    output(ours, "quickstart", "sft.steps=1", "run.steps=1", "eval.problems=2", "layout.tp=1", *small, cwd=tmp_path)
+    output(ours, "quickstart", "run.steps=1", "eval.problems=2", "layout.tp=1", *small, cwd=tmp_path)
     checkpoints = "runs/quickstart/checkpoints"
     written = output(ours, "convert", "to-hf", checkpoints, "exported", "--verify", "tensors", cwd=tmp_path)
     assert "million weights" in written and (tmp_path / "exported/config.json").exists()
