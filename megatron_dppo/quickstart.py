@@ -30,9 +30,8 @@ def configs(chosen: argparse.Namespace) -> None:
         for file in files:
             if file.suffix != ".py" and file != JOB:
                 comment = next(line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
-                print(
-                    f"{file.relative_to(EXAMPLES)!s:<38} {comment.removeprefix('# ').partition('. ')[0].rstrip('.:')}"
-                )
+                sentence = comment.removeprefix("# ").partition(". ")[0].rstrip(".:")
+                print(f"{file.relative_to(EXAMPLES)!s:<38} {sentence}")
         return
     places = {file: chosen.copy / file.relative_to(EXAMPLES) for file in files}
     try:
