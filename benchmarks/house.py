@@ -41,8 +41,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rollout",),
     ("evaluation",),
     ("trainer", "report"),
-    ("launch", "estimate", "compress", "rehearse", "doctor", "integrations"),
-    ("train", "sft", "eval", "probe_tree", "probe_batch", "init", "export", "api", "cli", "__main__"),
+    ("launch", "estimate", "compress", "rehearse", "doctor"),
+    ("train", "sft", "eval", "probe_tree", "probe_batch", "init", "export", "quickstart", "api", "cli", "__main__"),
 )
 """Rooms, from the ground floor up. A room is a folder of the package, or a file at its top."""
 REHEARSE = "megatron_dppo.rehearse"

@@ -19,13 +19,14 @@ from typing import NamedTuple
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
-from megatron_dppo.errors import MistakesError, UserError, error_text
+from megatron_dppo.errors import MistakesError, UserError, error_text, missing_extra
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.streams import speak_plainly, tell
 from megatron_dppo.settings import as_yaml, load_config, load_whole, nearest
 
 COMMANDS = {
     "Train": {
+        "quickstart": "Make, warm up and train a small policy, in minutes on two cores.",
         "train": "Train a policy. If run.dir has a checkpoint, training resumes from it.",
         "sft": "Fine-tune a policy on worked answers, before reinforcement learning.",
         "launch": "Train as a NeMo-Run experiment, on this machine or on Slurm.",
@@ -36,6 +37,7 @@ COMMANDS = {
         "report": "Write an HTML page about a run, or a comparison of several.",
     },
     "Plan": {
+        "configs": "List the example configurations and Slurm scripts, or copy them.",
         "plan": "Estimate memory, time and cost of a run.",
         "rehearse": "Run an update of one rank on a device that computes nothing: memory, kernels, host waits.",
         "doctor": "Print the installed packages and the hardware that runs will use.",
@@ -45,6 +47,8 @@ COMMANDS = {
     "Models": {
         "init": "Create a small policy with random weights, and its tokenizer.",
         "export": "Write a run's policy as a Hugging Face directory, with a model card.",
+        "convert to-hf": "Write a Megatron checkpoint (torch_dist) as a Hugging Face directory.",
+        "convert from-hf": "Write a Hugging Face model as a Megatron checkpoint, which every layout loads.",
         "compress": "Make a smaller policy from a larger one.",
         "compress sweep": "Compare smaller policies of several sizes and methods.",
         "compress fit": "Fit the law of recovery to training curves.",
@@ -56,8 +60,7 @@ EXAMPLE = """\
 Example:
   megatron-dppo train configs/quickstart.yaml run.dir=runs/second optimizer.lr=1e-4
 
-Next: `bash scripts/quickstart.sh` trains a small policy without a GPU; docs/index.md explains the rest.
-`megatron-dppo COMMAND --help` lists a command's options."""
+`megatron-dppo quickstart` requires no GPU. `megatron-dppo COMMAND --help` lists a command's options."""
 EVAL_FLAGS = {
     "samples": ("eval.samples", "K", "answers per problem (default: 1)"),
     "temperature": ("eval.temperature", "T", "0: greedy (default: 0 for one sample, else rollout.temperature)"),
@@ -79,6 +82,10 @@ class OfModule(NamedTuple):
 
 
 OF_MODULES = {
+    "quickstart": OfModule("quickstart:add_quickstart_arguments", "quickstart:quickstart"),
+    "configs": OfModule("quickstart:add_configs_arguments", "quickstart:configs"),
+    "convert to-hf": OfModule("bridge.convert_commands:add_to_hf_arguments", "bridge.convert_commands:to_hf"),
+    "convert from-hf": OfModule("bridge.convert_commands:add_from_hf_arguments", "bridge.convert_commands:from_hf"),
     "init": OfModule("init:add_init_arguments", "init:init_from_arguments"),
     "compress": OfModule("compress.command:add_compress_arguments", "compress.command:compress"),
     "compress sweep": OfModule("compress.command:add_sweep_arguments", "compress.sweep:sweep"),
@@ -99,6 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except (UserError, MistakesError) as error:
         tell(error_text(error))
+        return 2
+    except ModuleNotFoundError as error:
+        tell(missing_extra(error))
         return 2
     except KeyboardInterrupt:
         return 130

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import platform
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
-
-import psutil
 
 from megatron_dppo import __version__
 from megatron_dppo.config.rollout import ServerKind
@@ -96,7 +95,7 @@ def _cuda() -> dict[str, Any]:
 
 def _memory_gib() -> float:
     """The machine's memory, or its container's share of it."""
-    total, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
+    total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         total = min(total, int(text))
     return total / 2**30
@@ -113,7 +112,7 @@ def _show(findings: dict[str, Any]) -> None:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for name, version in findings["installed"].items():
-        missing = "[bold red]missing: nothing runs without it[/]" if name in REQUIRED else "[dim]not installed[/]"
+        missing = "[bold red]missing: nothing trains without it[/]" if name in REQUIRED else "[dim]not installed[/]"
         table.add_row(name, version or missing)
     table.add_row()
     table.add_row("cores", str(machine["cores"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import traceback
 from collections.abc import Iterable
 
 WIDTH = 100
@@ -37,6 +38,19 @@ class MistakesError(Exception):
     def __init__(self, errors: Iterable[UserError]) -> None:
         self.errors = tuple({str(error): error for error in errors}.values())
         super().__init__("\n".join(map(str, self.errors)))
+
+
+def missing_extra(error: ModuleNotFoundError) -> str:
+    """The line for a command that imports a package of the extras ``cpu`` and ``gpu``, which is not installed.
+
+    Raises:
+        ModuleNotFoundError: ``error`` itself, unless a module of this project imports another project's.
+    """
+    *_, (importer, _) = traceback.walk_tb(error.__traceback__)
+    names = [str(name).partition(".")[0] for name in (importer.f_globals["__name__"], error.name)]
+    if names[0] != "megatron_dppo" or names[1] == "megatron_dppo":
+        raise error
+    return f"error: {names[1]} is not installed: pip install 'megatron-dppo[cpu]', or 'megatron-dppo[gpu]' for CUDA"
 
 
 def error_text(error: UserError | MistakesError) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import stdtrit
 
 from megatron_dppo.config import Config, ScheduleConfig, replace
 from megatron_dppo.config.types import Keep
@@ -30,7 +29,7 @@ from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.process.streams import tell
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.intervals import Estimate
+from megatron_dppo.rl.intervals import Estimate, student_t
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
 from megatron_dppo.rl.pruning.draw import gradient_noise, prune_minibatch
@@ -112,7 +111,7 @@ def jackknife(figure: Callable[[list[int]], float], count: int) -> tuple[float, 
     value = figure(everything)
     without = [figure([i for i in everything if i != left]) for left in everything]
     pseudo = count * value - (count - 1) * np.array(without)  # Tukey's
-    return value, float(stdtrit(count - 1, 0.975) * pseudo.std(ddof=1) / math.sqrt(count))
+    return value, student_t(count - 1) * float(pseudo.std(ddof=1)) / math.sqrt(count)
 
 
 def noise_scale(whole: ArrayLike, halves: ArrayLike, batch: int) -> Estimate:

@@ -138,7 +138,8 @@ def _read(path: str) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError("CONFIG", path, f"cannot be read: {reason}", "give the path of a YAML file") from None
+        remedy = "give the path of a YAML file; `megatron-dppo configs` lists examples"
+        raise UserError("CONFIG", path, f"cannot be read: {reason}", remedy) from None
     try:
         tree = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:

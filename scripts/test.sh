@@ -66,7 +66,7 @@ case ${1:-} in
     ruff check .
     ruff format --check .
     MYPY_NUM_WORKERS=2 mypy
-    shellcheck -x megatron_dppo/launch/job.sh scripts/slurm/*.sh scripts/install_slurm.sh scripts/install_browser.sh
+    shellcheck -x scripts/slurm/*.sh scripts/install_slurm.sh scripts/install_browser.sh
     python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 "$@"
     ;;
 esac

@@ -116,7 +116,7 @@ def test_no_command_shows_what_help_shows_and_fails(capsys: pytest.CaptureFixtur
         main(["--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == alone
-    shown = re.findall(r"^  ([a-z-]+(?: [a-z]+)?)  +[A-Z].*\.$", alone, re.MULTILINE)
+    shown = re.findall(r"^  ([a-z-]+(?: [a-z-]+)?)  +[A-Z].*\.$", alone, re.MULTILINE)
     assert shown == [command for commands in COMMANDS.values() for command in commands]
 
 

@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
@@ -62,11 +62,14 @@ def run(command: Callable[[argparse.Namespace], None], chosen: argparse.Namespac
     return 0
 
 
-def parse_hf_to_megatron(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = _parser("Write a Hugging Face model as a Megatron checkpoint (torch_dist), which every layout loads.")
+def add_from_hf_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="HF", type=Path, help="Hugging Face model directory")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make: OUT/release, its tracker, OUT/hf")
-    return parser.parse_args(arguments)
+    _add_common(parser)
+
+
+def parse_hf_to_megatron(arguments: Sequence[str]) -> argparse.Namespace:
+    return _parsed(add_from_hf_arguments, arguments)
 
 
 def hf_to_megatron(chosen: argparse.Namespace) -> None:
@@ -93,8 +96,7 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
         print(f"{chosen.out}: {_weights(shape, plan.dtype)}")
 
 
-def parse_megatron_to_hf(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = _parser("Write the policy of a Megatron checkpoint (torch_dist) as a Hugging Face model directory.")
+def add_to_hf_arguments(parser: argparse.ArgumentParser) -> None:
     checkpoint = "folder of checkpoints (RUN/checkpoints: the latest), or one"
     parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=checkpoint)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
@@ -102,7 +104,11 @@ def parse_megatron_to_hf(arguments: Sequence[str] | None = None) -> argparse.Nam
     parser.add_argument("--hf", metavar="DIR", type=Path, help=hf)
     size = "most in a file (default: %(default)s)"
     parser.add_argument("--shard-gb", metavar="GB", type=positive(float), default=MAX_SHARD_BYTES / GB, help=size)
-    return parser.parse_args(arguments)
+    _add_common(parser)
+
+
+def parse_megatron_to_hf(arguments: Sequence[str]) -> argparse.Namespace:
+    return _parsed(add_to_hf_arguments, arguments)
 
 
 def megatron_to_hf(chosen: argparse.Namespace, also: Sequence[str] = ()) -> None:
@@ -158,9 +164,13 @@ def stored_policy(checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None 
     return policy
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
-    """With the options that both commands have."""
-    parser = argparse.ArgumentParser(description=description)
+def _parsed(add: Callable[[argparse.ArgumentParser], None], arguments: Sequence[str]) -> argparse.Namespace:
+    add(parser := argparse.ArgumentParser())
+    return parser.parse_args(arguments)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    """The options that both commands have."""
     dtype = "of the weights (default: as stored)"
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype)
     workers = min(4, os.cpu_count() or 1)
@@ -171,7 +181,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     overwrite = "replace what an earlier conversion left in OUT"
     parser.add_argument("--overwrite", action="store_true", help=overwrite)
-    return parser
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -258,3 +267,7 @@ def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: Polic
 def _weights(shape: PolicyShape, dtype: torch.dtype) -> str:
     millions = parameters(shape) / 1e6
     return f"{millions:,.2f} million weights in {str(dtype).removeprefix('torch.')}"
+
+
+from_hf, to_hf = partial(run, hf_to_megatron), partial(run, megatron_to_hf)
+"""Commands ``megatron-dppo convert from-hf`` and ``to-hf``: of parsed options the exit code."""

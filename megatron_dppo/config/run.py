@@ -191,7 +191,7 @@ class ModelConfig(Section):
     hub (``Qwen/Qwen3-0.6B``), which is fetched into the hub's own cache unless it is there; or the folder of a run, for
     the policy that it has trained."""
     checkpoint: str | None = None
-    """Megatron checkpoint folder (of a run, or from tools/convert_ckpt/hf_to_megatron.py) whose weights take the place
+    """Megatron checkpoint folder (of a run, or from `megatron-dppo convert from-hf`) whose weights take the place
     of those in model.path, where config.json and the tokenizer then suffice."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in the forward pass; master weights and gradients are fp32."""

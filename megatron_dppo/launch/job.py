@@ -1,6 +1,6 @@
 """``megatron-dppo launch CONFIG``: a run as a NeMo-Run experiment, or as a script for ``sbatch`` or ``bash``.
 
-On Slurm the job is ``job.sh`` beside this file either way. NeMo-Run asks for the machines, submits it, and keeps its
+On Slurm the job is ``scripts/slurm/job.sh`` either way. NeMo-Run asks for the machines, submits it, and keeps its
 log.
 """
 
@@ -20,7 +20,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 
-JOB = Path(__file__).with_name("job.sh")
+PACKAGE = Path(__file__).parents[1]
+EXAMPLES = PACKAGE / "examples" if (PACKAGE / "examples").is_dir() else PACKAGE.parent
+"""Folder with ``configs`` and ``scripts/slurm``: within an installed package, or the checkout."""
+JOB = EXAMPLES / "scripts/slurm/job.sh"
 
 
 def local_script(words: Sequence[str]) -> str:

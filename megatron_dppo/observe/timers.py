@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 
 if TYPE_CHECKING:
     from megatron_dppo.models.shape import PolicyShape
@@ -226,6 +225,8 @@ class Usage:
             plan: of the step.
             seconds: ``perf/…_time`` of this rank's timers; the leader's are those that its metrics hold.
         """
+        import psutil
+
         cuda = self.world.device.type == "cuda"
         memory = psutil.virtual_memory()
         used = [(memory.total - memory.available) / GIB]

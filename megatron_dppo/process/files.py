@@ -29,8 +29,6 @@ from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
-import psutil
-
 from megatron_dppo.errors import UserError
 
 
@@ -361,10 +359,14 @@ def _machine() -> tuple[str, str]:
 
 def _started(pid: int) -> str:
     """Empty of a process that has ended. Linux counts from its own start, which no change of the clock moves."""
-    try:
-        if sys.platform != "linux":
+    if sys.platform != "linux":
+        import psutil
+
+        with suppress(psutil.Error):
             return str(psutil.Process(pid).create_time())
+        return ""
+    try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else rest[18]
-    except (OSError, psutil.Error):
+    except OSError:
         return ""

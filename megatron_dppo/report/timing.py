@@ -11,7 +11,6 @@ from statistics import fmean, stdev
 from typing import get_args
 
 import numpy as np
-from scipy.special import stdtrit
 
 from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.observe.timers import PHASES, breakdown, duration, saving
@@ -19,6 +18,7 @@ from megatron_dppo.report.learning import Metrics, metric_plots, step_numbers
 from megatron_dppo.report.parts import Bars, Chapter, Key, Note, Part, Plot, Plots, Segment, Table, titled
 from megatron_dppo.report.plot import Layer, say, stack_plot, usual_top
 from megatron_dppo.report.run import Record, RunRecord
+from megatron_dppo.rl.intervals import student_t
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.resume import changes
 
@@ -271,7 +271,7 @@ def _ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio | None:
         return Ratio(own / others, None, len(pairs))
     logs = [log(seconds[other] / seconds[one]) for one, other in pairs]
     mean = fmean(logs)
-    reach = float(stdtrit(len(logs) - 1, 0.975)) * stdev(logs) / sqrt(len(logs))
+    reach = student_t(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
     return Ratio(exp(mean), (exp(mean - reach), exp(mean + reach)), len(logs))
 
 

@@ -1,4 +1,4 @@
-"""Estimates with the interval that resampling gives."""
+"""Confidence intervals, by resampling and by Student's t."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def estimate(value: float, drawn: Floats) -> Estimate:
     known, tail = drawn[~np.isnan(drawn)], (1.0 - CONFIDENCE) / 2
     low, high = np.quantile(known, [tail, 1.0 - tail]) if len(known) else (np.nan, np.nan)
     return Estimate(value if len(known) else np.nan, float(low), float(high))
+
+
+def student_t(freedom: int) -> float:
+    """Half of a mean's confidence interval, in standard errors: the 97.5% quantile of Student's t distribution.
+
+    With t = √freedom · tan θ, the density of θ is proportional to cos^(freedom - 1) θ.
+    """
+    angles = np.linspace(0.0, np.pi / 2, 100_001)
+    density = np.cos(angles) ** (freedom - 1)
+    area = np.append(0.0, np.cumsum(density[1:] + density[:-1]))
+    return float(np.sqrt(freedom) * np.tan(np.interp(CONFIDENCE * area[-1], area, angles)))

@@ -6,7 +6,7 @@
 #   sbatch scripts/slurm/qwen3_30b_a3b_dppo.sh pruning.completions.keep=0.3
 #   sbatch --nodes=4 : --nodes=6 scripts/slurm/qwen3_30b_a3b_dppo.sh
 #
-# The first word may name another configuration. megatron_dppo/launch/job.sh says which variables are read, and what
+# The first word may name another configuration. scripts/slurm/job.sh says which variables are read, and what
 # exit codes mean.
 #
 #SBATCH --job-name=qwen3-30b-a3b-dppo
@@ -19,5 +19,5 @@
 # The servers: one for each task; several on a node if they take fewer GPUs than it has.
 #SBATCH --nodes=2 --ntasks-per-node=2 --gpus-per-node=8 --exclusive --mem=0
 cd "$SLURM_SUBMIT_DIR" || exit 2
-[ -e megatron_dppo/launch/job.sh ] || { echo "error: submit this from the root of the checkout, not from $PWD"; exit 2; }
-source megatron_dppo/launch/job.sh configs/qwen3_30b_a3b_dppo.yaml "$@"
+[ -e scripts/slurm/job.sh ] || { echo "error: submit this from the folder that holds scripts/slurm, not from $PWD"; exit 2; }
+source scripts/slurm/job.sh configs/qwen3_30b_a3b_dppo.yaml "$@"

@@ -8,7 +8,7 @@
 #       rollout.launch.flags=[--mem-fraction-static=0.7]
 #       # all eight train and generate in turns
 #
-# The first word may name another configuration. megatron_dppo/launch/job.sh says which variables are read, and what
+# The first word may name another configuration. scripts/slurm/job.sh says which variables are read, and what
 # exit codes mean.
 #
 #SBATCH --job-name=qwen3-4b-dppo
@@ -18,5 +18,5 @@
 # One task for each rank; the servers have the GPUs that ranks leave.
 #SBATCH --nodes=1 --ntasks-per-node=2 --gpus-per-node=8 --exclusive --mem=0
 cd "$SLURM_SUBMIT_DIR" || exit 2
-[ -e megatron_dppo/launch/job.sh ] || { echo "error: submit this from the root of the checkout, not from $PWD"; exit 2; }
-source megatron_dppo/launch/job.sh configs/qwen3_4b_math.yaml "$@"
+[ -e scripts/slurm/job.sh ] || { echo "error: submit this from the folder that holds scripts/slurm, not from $PWD"; exit 2; }
+source scripts/slurm/job.sh configs/qwen3_4b_math.yaml "$@"

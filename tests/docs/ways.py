@@ -92,6 +92,8 @@ WAYS = (
     Way(r"source \.venv/bin/activate", "elsewhere", by=("scripts/quickstart.sh", "source $(printf")),
     # Looking, planning, checking.
     Way(r"megatron-dppo doctor"),
+    Way(r"megatron-dppo configs( --copy \w+)?"),
+    Way(r"megatron-dppo quickstart", append=SMALL),
     Way(
         r"megatron-dppo rehearse configs/\S+\.yaml",
         "elsewhere",
@@ -130,10 +132,12 @@ WAYS = (
         by=("tests/servers/test_nccl.py", "--no-deps nvidia"),
     ),
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
+    Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),
     Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
     Way(r"docker .*|git clone .*|cp -r data/qwen/.*|python3\.12 -m venv .*", "nowhere"),
     Way(r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*", "nowhere"),
-    Way(r"pip install (torch==|--no-build-isolation \"transformer-engine).*", "nowhere"),
+    Way(r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*", "nowhere"),
+    Way(r"SOURCE_DATE_EPOCH=.* python -m build|twine check .*", "nowhere"),
     Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml --check", replace={" --check": ""}, append=CHECKED),
     Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml rollout\.launch\.command=\S+", append=CHECKED),
     # Policies, and what trains them.
@@ -221,6 +225,7 @@ WAYS = (
     Way(r"python \w+\.py"),
     Way(r"python -c '.*'"),
     Way(r"python tools/convert_ckpt/(hf_to_megatron|megatron_to_hf)\.py \S+ \S+ --(verify|dry-run)"),
+    Way(r"megatron-dppo convert (to|from)-hf \S+ \S+ --(verify|dry-run)"),
     # With real servers.
     Way(r"bash scripts/quickstart\.sh --servers sglang", "servers", append=SMALL),
     Way(
@@ -255,7 +260,7 @@ WAYS = (
     ),
     Way(r"megatron-dppo launch \S+ --executor slurm --dry-run( > job\.sh)?", "slurm"),
     Way(r"megatron-dppo launch \S+ --executor slurm", "slurm", append="--dry-run"),
-    Way(r"megatron-dppo serve CONFIG", "elsewhere", by=("megatron_dppo/launch/job.sh", "megatron_dppo serve")),
+    Way(r"megatron-dppo serve CONFIG", "elsewhere", by=("scripts/slurm/job.sh", "megatron_dppo serve")),
 )
 
 

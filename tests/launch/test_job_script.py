@@ -71,7 +71,7 @@ def test_the_container_that_is_not_there_is_named_by_its_variable(tmp_path: Path
         (tmp_path / program).chmod(0o755)
     slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"}
     environ = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", name: "/no/such/image"}
-    command = ["bash", "-c", f"source {ROOT}/megatron_dppo/launch/job.sh run.yaml"]
+    command = ["bash", "-c", f"source {ROOT}/scripts/slurm/job.sh run.yaml"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"error: {name} = /no/such/image: there is no such file" in done.stdout

@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from scipy.special import stdtrit
 
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.report.learning import learning, wilson
@@ -20,6 +21,7 @@ from megatron_dppo.report.parts import Note, Plots
 from megatron_dppo.report.plot import Axis, around, say, smooth, spread, thin
 from megatron_dppo.report.run import RunRecord, read_runs
 from megatron_dppo.report.timing import Race, cost, race, spent
+from megatron_dppo.rl.intervals import student_t
 from tests.report.made_up import write_lines, write_run
 
 ROLLOUT_S, TRAIN_S, FIXED_S = 3e-4, 7e-4, 0.25
@@ -237,6 +239,11 @@ def test_the_interval_of_an_accuracy_holds_it_as_often_as_it_says(share: float) 
     bounds = np.array([wilson(n / 200, 200) for n in right])
     held = ((bounds[:, 0] <= share) & (share <= bounds[:, 1])).mean()
     assert 0.93 <= held <= 0.985
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 5, 30, 1000])
+def test_half_an_interval_of_student_s_t_is_scipy_s(freedom: int) -> None:
+    assert student_t(freedom) == pytest.approx(stdtrit(freedom, 0.975), rel=1e-6)
 
 
 def test_an_interval_stays_within_a_share_and_is_never_empty() -> None:

@@ -63,7 +63,7 @@ def test_a_script_that_is_submitted_from_elsewhere_says_so(submit: Submitter) ->
         ["sbatch", *words], cwd=submit.folder, env=submit.cluster.environment, timeout=SOON_S, check=False
     )
     assert done.returncode == 2
-    assert "submit this from the root of the checkout" in log.read_text()
+    assert "submit this from the folder that holds scripts/slurm" in log.read_text()
 
 
 @pytest.mark.parametrize(

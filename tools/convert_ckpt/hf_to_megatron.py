@@ -3,7 +3,7 @@
 
 import sys
 
-from megatron_dppo.bridge.convert_commands import hf_to_megatron, parse_hf_to_megatron, run
+from megatron_dppo.cli import main
 
 if __name__ == "__main__":
-    sys.exit(run(hf_to_megatron, parse_hf_to_megatron()))
+    sys.exit(main(["convert", "from-hf", *sys.argv[1:]]))

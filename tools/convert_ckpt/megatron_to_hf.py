@@ -3,7 +3,7 @@
 
 import sys
 
-from megatron_dppo.bridge.convert_commands import megatron_to_hf, parse_megatron_to_hf, run
+from megatron_dppo.cli import main
 
 if __name__ == "__main__":
-    sys.exit(run(megatron_to_hf, parse_megatron_to_hf()))
+    sys.exit(main(["convert", "to-hf", *sys.argv[1:]]))

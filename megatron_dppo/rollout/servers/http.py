@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import aiohttp
-import orjson
+if TYPE_CHECKING:  # a plan needs no client, and what runs servers no Megatron
+    import aiohttp
 
-if TYPE_CHECKING:  # what runs servers needs no Megatron
     from megatron_dppo.parallel.world import World
 
 T = TypeVar("T")
@@ -153,6 +152,9 @@ class Http:
             ServerError: no connection, no answer within ``timeout_s``, an answer that is no JSON, or one of another
                 status than 200.
         """
+        import aiohttp
+        import orjson
+
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if secret is not None:
             headers["Authorization"] = f"Bearer {secret}"
@@ -214,6 +216,8 @@ class Http:
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:  # within the loop, as aiohttp wants it
+            import aiohttp
+
             # Servers close idle connections after 5 s: one that is reused just then would look like a death.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
             # A proxy of the environment has no business between a trainer and its servers.

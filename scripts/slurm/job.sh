@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # What all jobs have in common, those of scripts/slurm and those of NeMo-Run: from the allocation to a trained policy,
 # in one log.
-# Usage, in a job script: source megatron_dppo/launch/job.sh CONFIG [OTHER_CONFIG] [section.setting=value …]
+# Usage, in a job script: source scripts/slurm/job.sh CONFIG [OTHER_CONFIG] [section.setting=value …]
 #
 # One srun step trains, a rank for each task of the job or of its first heterogeneous component; another one runs a
 # rollout server for each task of the second component, if there is one. From the environment that submits:

@@ -1,0 +1,73 @@
+"""``megatron-dppo configs`` and ``megatron-dppo quickstart``: the example configurations, and a first run of one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_dppo.errors import UserError
+from megatron_dppo.launch.job import EXAMPLES, JOB
+from megatron_dppo.settings import load_config
+
+WARM_UP = ("layout.tp=1", "layout.dp=2", "data.arithmetic.problems=8192")
+"""Settings of the quickstart's supervised warm-up."""
+
+
+def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``megatron-dppo configs``."""
+    what = "copy them to DIR/configs and DIR/scripts/slurm; commands in their first lines are typed in DIR"
+    parser.add_argument("--copy", metavar="DIR", type=Path, help=what)
+
+
+def configs(chosen: argparse.Namespace) -> None:
+    """List the configurations and Slurm scripts of this version, each with its first sentence, or copy them.
+
+    Raises:
+        UserError: another file is in the way, before anything is copied; or the folder cannot be written.
+    """
+    files = [file for folder in ("configs", "scripts/slurm") for file in sorted((EXAMPLES / folder).glob("*.*"))]
+    if chosen.copy is None:
+        for file in files:
+            if file.suffix != ".py" and file != JOB:
+                comment = next(line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
+                sentence = comment.removeprefix("# ").partition(". ")[0].rstrip(".:")
+                print(f"{file.relative_to(EXAMPLES)!s:<38} {sentence}")
+        return
+    places = {file: chosen.copy / file.relative_to(EXAMPLES) for file in files}
+    try:
+        for file, place in places.items():
+            if place.exists() and place.read_bytes() != file.read_bytes():
+                raise UserError("--copy", place, "is there already, and differs", "Name another directory, or move it")
+        for file, place in places.items():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(file.read_bytes())
+    except OSError as error:
+        raise UserError("--copy", chosen.copy, f"cannot be written ({error})", "Name another directory") from error
+    print(f"{chosen.copy}: {len(files)} files in configs and scripts/slurm")
+
+
+def add_quickstart_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``megatron-dppo quickstart``."""
+    what = "settings of the training, or sft.* of the warm-up; give a second run a folder, run.dir=FOLDER"
+    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help=what)
+
+
+def quickstart(chosen: argparse.Namespace) -> int:
+    """Make a policy of a million parameters, warm it up on sums, and train it. What is there already is not made again.
+
+    Raises:
+        UserError: for mistakes in the settings, before anything is made.
+    """
+    from megatron_dppo.init import write_model
+    from megatron_dppo.launch.start import run
+
+    file = str(EXAMPLES / "configs/quickstart.yaml")
+    config, plain = load_config(file, chosen.overrides), load_config(file, ())
+    warm, initial = Path(str(plain.model.path)), Path(plain.run.dir, "initial")
+    if not (warm / "config.json").exists():
+        if not (initial / "config.json").exists():
+            write_model(initial, std=0.05)
+        of_warm_up = [word for word in chosen.overrides if word.startswith("sft.")]
+        if code := run("sft", load_config(file, [*of_warm_up, *WARM_UP, f"model.path={initial}", f"sft.out={warm}"])):
+            return code
+    return run("train", config)
