@@ -26,7 +26,7 @@ from megatron_dppo.estimate.memory import (
     shape_of,
 )
 from megatron_dppo.estimate.servers import ServerMemory, memories, server_memory
-from megatron_dppo.estimate.time import generation, least_seconds, step_time, trainer_phases
+from megatron_dppo.estimate.time import least_seconds, step_time, trainer_phases
 from megatron_dppo.estimate.workload import Setup, packs_of, place, work_of
 from megatron_dppo.models.shape import PolicyShape, check_layout
 from megatron_dppo.rollout.servers.launch import spec_of
@@ -217,7 +217,7 @@ def best_layout(setup: Setup) -> Setup | None:
     step if servers share its GPUs. Layouts are tried in the order of their bounds, until one is above the best."""
     shared = setup.placement.shared
     best, least = None, inf
-    for bound, plain in sorted(((_bound(each), each) for each in _plain(setup)), key=itemgetter(0)):
+    for bound, beside, plain in sorted(_bounded(setup), key=itemgetter(0)):
         if bound >= least:
             break
         least_recomputed = RECOMPUTATION.index(plain.config.model.recompute)
@@ -225,7 +225,7 @@ def best_layout(setup: Setup) -> Setup | None:
         for cut in cuts(plain):
             for other in (_laid_out(plain, run, cut) for run in runs):
                 seconds = sum(trainer_phases(other).values())
-                if seconds >= least:
+                if seconds + beside >= least:
                     break  # more recomputation takes longer
                 if _fits(other):
                     seconds = _step_seconds(other) if shared else seconds
@@ -246,35 +246,44 @@ def smallest_layout(setup: Setup) -> Setup | None:
     return best
 
 
-def _plain(setup: Setup) -> Iterator[Setup]:
-    """Layouts with packs of any size, stages as equal as can be, and the least recomputation that may fit."""
+def _bounded(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
+    """Layouts with packs of any size, stages as equal as can be, and the least recomputation that may fit. First the
+    least seconds of :func:`best_layout` with any cut; then those of them that are not the trainer's."""
     sizes = {size for cp in CONTEXT for size in _pack_sizes(setup.config, cp)}
     runs = {size: replace(setup.config, pack=replace(setup.config.pack, max_tokens=size)) for size in sizes}
     tried = {size: [_recomputed(run, recompute) for recompute in RECOMPUTATION] for size, run in runs.items()}
-    room = (1.0 - SPARE) * setup.gpu.memory_gib * GIB
     for layout in layouts(setup):
         # Every cut has as many layers in the second of several stages, or more, and in the first of two.
-        stage = int(layout.pp > 2)
-        if sum(held_bytes(_laid_out(setup, setup.config, layout), stage).values()) > room:
+        stage, whole = int(layout.pp > 2), _laid_out(setup, setup.config, layout)
+        if sum(held_bytes(whole, stage).values()) > (1.0 - SPARE) * setup.gpu.memory_gib * GIB:
             continue
+        beside = _beside(whole)
         for size in _pack_sizes(setup.config, layout.cp):
             others = (_laid_out(setup, run, layout) for run in tried[size])
-            yield from islice((other for other in others if _spares(rank_memory(other, stage))), 1)
+            for other in islice((other for other in others if _spares(rank_memory(other, stage))), 1):
+                yield _bound(other) + beside, beside, other
+
+
+def _beside(setup: Setup) -> float:
+    """Least seconds of a step beside the trainer's, if servers share its GPUs; 0 if they do not, or if rollouts are
+    ahead."""
+    if not setup.placement.shared or setup.config.rollout.ahead:
+        return 0.0
+    stages = range(setup.placement.layout.pp)
+    held = (held_bytes(setup, stage) | {"reserved": setup.assume.reserved_gib * GIB} for stage in stages)
+    resident = min(resident_bytes(setup.config, Memory(0, parts, 0.0)) for parts in held)
+    most = server_memory(setup, resident=resident).concurrency
+    return least_seconds(setup, concurrency=max(most, 1), training=0.0)
 
 
 def _bound(setup: Setup) -> float:
-    """Least seconds of a layout with such recomputation, however it is cut: those of a mean stage, the fewest waits."""
-    layout, packs, rolled = setup.placement.layout, packs_of(setup), 0.0
-    if setup.placement.shared and not setup.config.rollout.ahead:
-        held = (held_bytes(setup, stage) | {"reserved": setup.assume.reserved_gib * GIB} for stage in range(layout.pp))
-        resident = min(resident_bytes(setup.config, Memory(0, parts, 0.0)) for parts in held)
-        most = server_memory(setup, resident=resident).concurrency
-        rolled = generation(setup, work_of(setup), most=max(most, 1)).seconds
+    """The trainer's least seconds, however a layout is cut: those of a mean stage, with the fewest waits."""
+    layout, packs = setup.placement.layout, packs_of(setup)
     if layout.pp == 1:
-        return sum(trainer_phases(setup).values()) + rolled
+        return sum(trainer_phases(setup).values())
     mean = sum(each.update.total for each in stage_passes(setup)) / layout.pp
-    waits = (layout.pp - 1) / packs / min(MOST_VIRTUAL, max(setup.shape.num_layers // layout.pp, 1))
-    return mean * packs * work_of(setup).updates / setup.assume.busy_share * (1 + waits) + rolled
+    waits = (layout.pp - 1) / max(packs, layout.pp) / min(MOST_VIRTUAL, max(setup.shape.num_layers // layout.pp, 1))
+    return mean * packs * work_of(setup).updates / setup.assume.busy_share * (1 + waits)
 
 
 def _mean_held(setup: Setup) -> float:

@@ -53,12 +53,7 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The time of a step's phases, if a server decodes at most ``concurrency`` completions at once."""
     config, work, packs = setup.config, work_of(setup), packs_of(setup)
     rolled, trainer = generation(setup, work, most=concurrency), trainer_phases(setup)
-    phases = {
-        "generation": 0.0 if config.data.rollouts else rolled.seconds,
-        **trainer,
-        "weight sync": _sync_seconds(setup),
-        "overhead": setup.assume.overhead_s,
-    }
+    phases = _phases(setup, rolled, trainer)
     useful = 3.0 * forward_flops(setup)
     passing = sum(trainer[phase] for phase in UPDATE)
     return StepTime(
@@ -73,18 +68,30 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     )
 
 
+def _phases(setup: Setup, rolled: Generation, trainer: Mapping[str, float]) -> dict[str, float]:
+    generated = 0.0 if setup.config.data.rollouts else rolled.seconds
+    beside = {"weight sync": _sync_seconds(setup), "overhead": setup.assume.overhead_s}
+    return {"generation": generated, **trainer, **beside}
+
+
 def _seconds(phases: Mapping[str, float], ahead: int) -> float:
     seconds = sum(phases.values())
     return max(phases["generation"] + phases["weight sync"], seconds - phases["generation"]) if ahead else seconds
 
 
-def least_seconds(setup: Setup, *, concurrency: int) -> float:
-    """Least seconds of a step with any layout: as if the trainer only multiplied, at the rate of large products."""
-    passes = 2.0 if setup.config.model.lora.rank else 3.0
-    training = passes * forward_flops(setup) / (setup.placement.ranks * setup.rate * PRODUCTS * setup.assume.busy_share)
-    phases = {"training": training, "weight sync": _sync_seconds(setup), "overhead": setup.assume.overhead_s}
-    rolled = 0.0 if setup.config.data.rollouts else generation(setup, work_of(setup), most=concurrency).seconds
-    return _seconds({"generation": rolled, **phases}, setup.config.rollout.ahead)
+def least_seconds(setup: Setup, *, concurrency: int, training: float | None = None) -> float:
+    """Least seconds of a step.
+
+    Args:
+        setup: of the run.
+        concurrency: completions that a server decodes at once, at most.
+        training: seconds of the trainer's phases; None: as if it only multiplied, at the rate of large products.
+    """
+    if training is None:
+        passes, rate = 2.0 if setup.config.model.lora.rank else 3.0, setup.rate * PRODUCTS * setup.assume.busy_share
+        training = passes * forward_flops(setup) / setup.placement.ranks / rate
+    rolled = generation(setup, work_of(setup), most=concurrency)
+    return _seconds(_phases(setup, rolled, {"training": training}), setup.config.rollout.ahead)
 
 
 def trainer_phases(setup: Setup) -> dict[str, float]:
