@@ -28,7 +28,7 @@ from megatron_dppo.estimate.memory import (
 from megatron_dppo.estimate.servers import ServerMemory, memories, server_memory
 from megatron_dppo.estimate.time import least_seconds, step_time, trainer_phases
 from megatron_dppo.estimate.workload import Setup, packs_of, place, work_of
-from megatron_dppo.models.shape import PolicyShape, check_layout
+from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rollout.servers.launch import spec_of
 from megatron_dppo.trainer.preflight import check_config
 
@@ -161,7 +161,7 @@ def propose(config: Config, setup: Setup) -> Proposal:
     actor, server = memories(setup)
     pairs = zip(setup.config.leaves(), config.leaves(), strict=True)
     change = {key: value for (key, value), (_, own) in pairs if value != own}
-    if setup.config.rollout.colocated:
+    if setup.config.rollout.colocated and server.fits:
         change |= _bound_memory(setup, resident_bytes(setup.config, actor), server)
     lack = max(actor.total - (1.0 - SPARE) * actor.room, server.memory.lack, 0.0)
     seconds = step_time(setup, concurrency=max(server.concurrency, 1)).seconds
@@ -172,9 +172,9 @@ def _bound_memory(setup: Setup, resident: float, server: ServerMemory) -> Change
     """The flag that bounds the memory of a server on the trainer's GPU, if the run has none."""
     flags, room, parts = setup.config.rollout.launch.flags, setup.gpu.memory_gib * GIB, server.memory.parts
     flag, _ = spec_of(setup.config.rollout.engine).memory_flag
-    if any(each.startswith(flag) for each in flags):
+    if flag in {word.partition("=")[0].replace("_", "-") for word in flags}:
         return {}
-    of_free = (parts["weights"] + parts["cache"]) / max(room - resident, 1.0)
+    of_free = (parts["weights"] + parts["cache"]) / (room - resident)
     share = of_free if setup.config.rollout.engine == "sglang" else server.memory.total / room
     return {"rollout.launch.flags": (*flags, f"{flag}={int(100 * share) / 100}")}
 
@@ -192,7 +192,6 @@ def splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Change]:
     apart = {
         "rollout.colocated": False,
         "rollout.sync.transport": "collective" if rollout.colocated else rollout.sync.transport,
-        "rollout.launch.flags": () if rollout.colocated else rollout.launch.flags,
     }
     shared = {"rollout.colocated": True, "rollout.sync.transport": "disk", "rollout.ahead": 0}
     of_one_node = [(1, count) for count in range(1, min(gpus, per_node) + 1)]
@@ -227,7 +226,7 @@ def best_layout(setup: Setup) -> Setup | None:
                 seconds = sum(trainer_phases(other).values())
                 if seconds + beside >= least:
                     break  # more recomputation takes longer
-                if _fits(other):
+                if all(_spares(rank_memory(other, stage)) for stage in range(cut.pp)):
                     seconds = _step_seconds(other) if shared else seconds
                     best, least = (other, seconds) if seconds < least else (best, least)
                     break
@@ -235,15 +234,11 @@ def best_layout(setup: Setup) -> Setup | None:
 
 
 def smallest_layout(setup: Setup) -> Setup | None:
-    """The setup whose trainer lacks the least memory, with all layers recomputed and the smallest packs."""
+    """The setup whose trainer takes the least memory, with all layers recomputed and the smallest packs."""
     run = _recomputed(setup.config, "full")
-    best, least = None, inf
-    for layout in layouts(setup):
-        size = _pack_sizes(run, layout.cp)[0]
-        other = _laid_out(setup, replace(run, pack=replace(run.pack, max_tokens=size)), layout)
-        if _mean_held(other) < least and _divides(other) and (total := actor_memory(other).total) < least:
-            best, least = other, total
-    return best
+    packs = {cp: replace(run.pack, max_tokens=_pack_sizes(run, cp)[0]) for cp in CONTEXT}
+    tried = (_laid_out(setup, replace(run, pack=packs[layout.cp]), layout) for layout in layouts(setup))
+    return min(tried, key=lambda each: actor_memory(each).total, default=None)
 
 
 def _bounded(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
@@ -286,33 +281,14 @@ def _bound(setup: Setup) -> float:
     return mean * packs * work_of(setup).updates / setup.assume.busy_share * (1 + waits)
 
 
-def _mean_held(setup: Setup) -> float:
-    """Bytes that a mean stage holds during the whole run: the fullest holds no fewer, however layers are cut."""
-    pp = setup.placement.layout.pp
-    return sum(sum(held_bytes(setup, stage).values()) for stage in range(pp)) / pp
-
-
 def _spares(memory: Memory) -> bool:
     return memory.total <= (1.0 - SPARE) * memory.room
 
 
-def _fits(setup: Setup) -> bool:
-    """Whether every rank of the trainer has :data:`SPARE` room, servers on its GPUs fit, and the layout is legal."""
-    if not all(_spares(rank_memory(setup, stage)) for stage in range(setup.placement.layout.pp)):
-        return False
-    return _divides(setup) and (not setup.placement.shared or memories(setup)[1].fits)
-
-
-def _divides(setup: Setup) -> bool:
-    try:
-        check_layout(setup.shape, setup.placement.layout)
-    except UserError:
-        return False
-    return True
-
-
 def _step_seconds(setup: Setup) -> float:
-    return step_time(setup, concurrency=max(memories(setup)[1].concurrency, 1)).seconds
+    """Infinity if a server does not fit."""
+    _, server = memories(setup)
+    return step_time(setup, concurrency=server.concurrency).seconds if server.fits else inf
 
 
 def _recomputed(config: Config, recompute: str) -> Config:
@@ -348,7 +324,7 @@ def cuts(setup: Setup) -> Iterator[LayoutConfig]:
         cut = replace(layout, first_stage_layers=first, last_stage_layers=last)
         counts = {layers_of_stage(setup.shape, stage, cut) for stage in range(layout.pp)}
         for vpp in range(1, MOST_VIRTUAL + 1 if layout.pp > 1 else 2):
-            if not any(count % vpp for count in counts):
+            if not any(count % vpp for count in counts) and (vpp == 1 or layout.pp > 2 or not first):
                 yield replace(cut, vpp=vpp)
 
 
