@@ -78,17 +78,13 @@ def test_the_page_tells_what_pruning_is_worth_with_the_best_split_on_either_side
     off = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
 
     def seconds(*words: str) -> float:
-        found = search(
-            load_config(file, [*(f"pruning.{level}.rule=none" for level in off), *words]), assume, 64
-        ).fastest
+        found = search(load_config(file, [*off, *words]), assume, 64).fastest
         assert found is not None
         return found.seconds
 
     made = make_plan(load_config(file, []), assume)
-    least, most = VARIANCES[0.7, "auto"]
-    fewer = [
-        seconds(f"rollout.prompts_per_step={round(128 / factor)}") / made.pruned.seconds for factor in (most, least)
-    ]
+    prompts = [round(128 / factor) for factor in reversed(VARIANCES[0.7, "auto"])]
+    fewer = [seconds(f"rollout.prompts_per_step={each}") / made.pruned.seconds for each in prompts]
     assert made.efficiency is not None
     page = " ".join(text_of("docs/scaling.md").split())
     assert f"takes {seconds():.0f} s, in place of {made.unpruned.seconds:.0f} s" in page
