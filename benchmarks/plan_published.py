@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.plan import server_memory
+from megatron_dppo.estimate.servers import server_memory
 from megatron_dppo.estimate.time import StepTime, step_time
 from megatron_dppo.estimate.workload import Setup, place, without_pruning
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape

@@ -190,8 +190,8 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
             return rehearse(config, assumed, rank=chosen.rank, stage=chosen.stage, json_wanted=chosen.json)
         from megatron_dppo.estimate.report import plan, plan_search
 
-        if chosen.search is not None:
-            return plan_search(config, assumed, chosen.search, json_wanted=chosen.json)
+        if chosen.search or chosen.gpus is not None:
+            return plan_search(config, assumed, chosen.gpus, json_wanted=chosen.json)
         given = {name: getattr(chosen, name) for name in ("keep", "method", "multiple")}
         smaller = {name: value for name, value in given.items() if value is not None}
         command = resolve_name("megatron_dppo.compress.cut:plan_with_smaller") if smaller else plan
@@ -368,8 +368,11 @@ def _add_planned(parser: argparse.ArgumentParser) -> None:
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     _add_planned(parser)
-    what = "print the N fastest layouts, recomputations and pack sizes that fit (default: 5), as settings"
-    parser.add_argument("--search", metavar="N", type=int, nargs="?", const=5, help=what)
+    what = (
+        "print the settings of the fastest and of the cheapest step that fit, GPUs for training and rollouts included"
+    )
+    parser.add_argument("--search", action="store_true", help=what)
+    parser.add_argument("--gpus", metavar="N", type=int, help="search: at most N GPUs (default: the run's)")
     what = "also estimate the savings from compressing the policy to this fraction of its layers' weights"
     parser.add_argument("--keep", metavar="FRACTION", type=float, help=what)
     methods = ("width", "depth", "heads", "experts", "hidden", "minitron")

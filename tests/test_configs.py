@@ -11,6 +11,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import make_plan
+from megatron_dppo.estimate.search import SPARE, search
 from megatron_dppo.evaluation.benchmarks import BENCHMARKS
 from megatron_dppo.models.shape import PUBLISHED, check_layout
 from megatron_dppo.settings import load_config
@@ -40,7 +41,17 @@ def test_a_published_model_fits_the_machines_its_file_names(file: Path) -> None:
     check_layout(shape_of(config.model.path), config.layout)
     plan = make_plan(config, Assumptions())
     assert plan.fits, plan.remedies
-    assert plan.placement.ranks + sum(plan.placement.servers) == plan.placement.gpus, "no GPU is idle"
+    apart = 0 if plan.placement.shared else plan.placement.ranks
+    assert apart + sum(plan.placement.servers) == plan.placement.gpus, "no GPU is idle"
+
+
+@pytest.mark.parametrize("file", PUBLISHED_FILES, ids=lambda file: file.stem)
+def test_a_published_model_s_file_is_nearly_the_fastest_on_its_gpus(file: Path) -> None:
+    config = of(file)
+    plan = make_plan(config, Assumptions())
+    fastest = search(config, Assumptions(), plan.placement.gpus).fastest
+    assert fastest is not None and plan.pruned.seconds <= 1.05 * fastest.seconds, fastest
+    assert plan.actor.total <= (1 - SPARE) * plan.actor.room
 
 
 @pytest.mark.parametrize("file", PUBLISHED_FILES, ids=lambda file: file.stem)

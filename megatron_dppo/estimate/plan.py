@@ -8,19 +8,17 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from megatron_dppo.config import Config, LayoutConfig, replace
-from megatron_dppo.estimate.assumptions import GIB, Assumptions
+from megatron_dppo.config import Config, replace
+from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import (
     Memory,
     Parameters,
-    actor_memory,
-    bucket_bytes,
-    cache_bytes,
     parameters_of,
-    resident_bytes,
     shape_of,
 )
-from megatron_dppo.estimate.search import Change, Closest, Proposal, remedies, search
+from megatron_dppo.estimate.remedies import Closest, remedies
+from megatron_dppo.estimate.search import Change
+from megatron_dppo.estimate.servers import ServerMemory, memories
 from megatron_dppo.estimate.time import StepTime, measured_variance, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
 from megatron_dppo.models.shape import PolicyShape
@@ -34,22 +32,6 @@ class Cost:
     gpu_hours: float
     money: float | None
     """At ``cluster.price_per_gpu_hour``; None if that is not set."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerMemory:
-    """Memory of one GPU of a server, and the completions that it can decode at once."""
-
-    memory: Memory
-    tokens: int
-    """Tokens that the cache of the server has room for."""
-    concurrency: int
-    """Completions that the cache has room for while each, on average over its decoding, is half done. An engine
-    interrupts some as they grow."""
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.fits and self.concurrency >= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +80,11 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
     check_config(config)
     shape = shape or shape_of(config.model.path)
     setup = Setup(config, shape, place(config, shape), assume)
-    actor, server = _memory(setup)
+    actor, server = memories(setup)
     fits, most = actor.fits and server.fits, max(server.concurrency, 1)
 
     def lack(changed: Config) -> float:
-        actor, server = _memory(Setup(changed, shape, place(changed, shape), assume))
+        actor, server = memories(Setup(changed, shape, place(changed, shape), assume))
         return max(actor.lack, server.memory.lack)
 
     changes, closest = ([], None) if fits else remedies(config, shape, lack)
@@ -137,29 +119,6 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
     )
 
 
-def proposals(config: Config, assume: Assumptions, count: int) -> tuple[int, list[Proposal]]:
-    """The ranks of the trainer, and the fastest settings for them (:func:`search`). The run's own layout may be wrong.
-
-    Raises:
-        UserError: as :func:`make_plan`, but for the layout.
-    """
-    shape, any_layout = shape_of(config.model.path), replace(config, layout=LayoutConfig())
-    check_config(any_layout)
-    setup = Setup(config, shape, place(any_layout, shape), assume)
-
-    def fitting(other: Setup) -> Memory | None:
-        actor, server = _memory(other)
-        return actor if actor.fits and server.fits else None
-
-    return setup.placement.ranks, search(setup, count, fitting)
-
-
-def _memory(setup: Setup) -> tuple[Memory, ServerMemory]:
-    actor = actor_memory(setup)
-    resident = resident_bytes(setup.config, actor) if setup.placement.shared else 0.0
-    return actor, server_memory(setup, resident=resident)
-
-
 def _cost(setup: Setup, step: StepTime) -> Cost:
     hours = step.seconds * setup.config.run.steps * setup.placement.gpus / 3600.0
     price = setup.config.cluster.price_per_gpu_hour
@@ -178,28 +137,3 @@ def as_json(plan: Plan) -> dict[str, Any]:
     found["speed_up"] = plan.speed_up
     times = ("pruned", "unpruned", "cost", "cost_unpruned", "speed_up", "variance", "efficiency")
     return found if plan.fits else found | dict.fromkeys(times)
-
-
-def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
-    """Memory of the server with the fewest ranks.
-
-    Args:
-        setup: of the run.
-        resident: bytes that the trainer leaves on the same GPU while it generates.
-    """
-    config, assume, tp = setup.config, setup.assume, min(setup.placement.servers)
-    gpu_bytes = setup.gpu.memory_gib * GIB
-    room = max(min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident), 0.0)
-    parts = {
-        "weights": float(parameters_of(setup.shape).total * setup.width // tp),
-        "sync": float(bucket_bytes(config)),
-        "buffers": assume.server_buffers_gib * GIB,
-    }
-    per_token = cache_bytes(setup.shape, tp, setup.width)
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    tokens = max(int((room - sum(parts.values())) / per_token), 0)
-    parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
-    most = 10**9 if config.rollout.served else config.rollout.max_batch
-    return ServerMemory(
-        Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.typical / 2)), most)
-    )

@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from pydantic_core import to_jsonable_python
+
 from megatron_dppo.config import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.config.exclusions import text_of
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.memory import Memory
-from megatron_dppo.estimate.plan import Plan, as_json, make_plan, proposals
-from megatron_dppo.estimate.search import MOST_AT_ONCE, MOST_NODES, SPARE, nodes_of, with_settings
+from megatron_dppo.estimate.plan import Plan, as_json, make_plan
+from megatron_dppo.estimate.remedies import MOST_AT_ONCE, MOST_NODES, nodes_of
+from megatron_dppo.estimate.search import SPARE, Found, Proposal, search, with_settings
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.settings import short
 from megatron_dppo.trainer.preflight import size_text
@@ -41,31 +44,43 @@ def plan(config: Config, assumed: Sequence[str], *, json_wanted: bool) -> int:
     return 0 if made.fits else 1
 
 
-def plan_search(config: Config, assumed: Sequence[str], count: int, *, json_wanted: bool) -> int:
-    """``megatron-dppo plan --search``: print settings, the fastest first. Returns 0, or 1 if none fit.
+def plan_search(config: Config, assumed: Sequence[str], gpus: int | None, *, json_wanted: bool) -> int:
+    """``megatron-dppo plan --search``: print the fastest and the cheapest settings. Returns 0, or 1 if none fit.
 
     Args:
         config: of the run.
         assumed: words ``assume.x=y``.
-        count: of proposals.
-        json_wanted: print a JSON list instead of text.
+        gpus: at most; None: as many as the run has.
+        json_wanted: print one JSON object instead of text.
 
     Raises:
-        UserError: for what :func:`proposals` refuses, and a count below 1.
+        UserError: for what :func:`search` refuses.
     """
-    if count < 1:
-        raise UserError("--search", count, "is no number of proposals", "Give 1 or more")
-    ranks, found = proposals(config, read_assumptions(assumed), count)
+    cluster = config.cluster
+    gpus = nodes_of(config) * cluster.gpus_per_node if gpus is None else gpus
+    found = search(config, read_assumptions(assumed), gpus)
     if json_wanted:
-        print(json.dumps([asdict(each) | {"total": each.actor.total} for each in found]))
-        return 0 if found else 1
-    print(f"{config.model.path} on {ranks} GPUs that train: seconds of a step without rollouts, memory, settings")
-    for each in found:
-        words = " ".join(f"{key}={short(value)}" for key, value in each.change.items()) or "as it is"
-        print(f"{each.seconds:8.1f} s  {each.actor.total / GIB:5.1f} of {each.actor.room / GIB:.1f} GiB  {words}")
-    if not found:
-        print(f"no layout fits with {SPARE:.0%} of the memory to spare")
-    return 0 if found else 1
+        print(json.dumps({"gpus": gpus, **to_jsonable_python(found)}))
+    else:
+        print("\n".join(_found(config, gpus, found)))
+    return 0 if found.fastest else 1
+
+
+def _found(config: Config, gpus: int, found: Found) -> Iterator[str]:
+    yield f"{config.model.path} on at most {gpus} {config.cluster.gpu} GPUs, with {SPARE:.0%} of the memory to spare"
+    for what, each in (("fastest", found.fastest), ("cheapest", found.cheapest), ("on-policy", found.on_policy)):
+        if each:
+            yield f"\n{what}: {each.seconds:.0f} s a step, {each.gpus} GPUs, {each.gpu_hours:.2f} GPU-hours a step"
+            yield from _proposed(each)
+    if found.closest:
+        yield f"\ndoes not fit: the nearest lacks {found.closest.lack / GIB:.1f} GiB on a GPU, of {found.closest.gpus}"
+        yield from _proposed(found.closest)
+
+
+def _proposed(each: Proposal) -> Iterator[str]:
+    sides = (("trainer", each.actor), ("server", each.server.memory))
+    yield "  " + ", ".join(f"{whose} {of.total / GIB:.1f} of {of.room / GIB:.1f} GiB" for whose, of in sides)
+    yield "  " + (" ".join(f"{key}={text_of(value)}" for key, value in each.change.items()) or "as it is")
 
 
 def as_text(made: Plan) -> Iterator[str]:

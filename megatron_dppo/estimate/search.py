@@ -1,23 +1,35 @@
-"""Settings found by trying: the fastest that fit (``megatron-dppo plan --search``), or the fewest changes under which
-a run fits that does not."""
+"""The fastest and the cheapest settings for given GPUs (``megatron-dppo plan --search``): which of them train, which
+generate, and the trainer's layout, recomputation and pack size."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from itertools import combinations, islice, product
-from operator import attrgetter, itemgetter, or_
+from functools import cache
+from itertools import islice, product
+from math import inf
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.assumptions import GIB
-from megatron_dppo.estimate.memory import Memory, held_bytes, layers_of_stage, rank_memory
-from megatron_dppo.estimate.time import trainer_phases
-from megatron_dppo.estimate.workload import Setup, place
+from megatron_dppo.estimate.assumptions import GIB, Assumptions
+from megatron_dppo.estimate.kernels import stage_passes
+from megatron_dppo.estimate.memory import (
+    Memory,
+    actor_memory,
+    held_bytes,
+    layers_of_stage,
+    rank_memory,
+    resident_bytes,
+    shape_of,
+)
+from megatron_dppo.estimate.servers import ServerMemory, memories, server_memory
+from megatron_dppo.estimate.time import least_seconds, step_time, trainer_phases
+from megatron_dppo.estimate.workload import Setup, packs_of, place, work_of
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.rollout.servers.launch import spec_of
 from megatron_dppo.trainer.preflight import check_config
 
 SPARE = 0.05
@@ -28,13 +40,10 @@ PACKS = (8192, 12288, 16384, 20480, 24576, 32768)
 """Tokens of a pack that are tried, beside the longest sequence and the run's own size."""
 RECOMPUTATION = ("none", "selective", "full")
 """The cheapest first."""
-REFINED, MOST_VIRTUAL = 4, 8
-"""For each proposal, so many layouts are tried with other stages; so many virtual stages at most."""
-
-MOST_AT_ONCE = MOST_FOUND = 3
-"""Settings that are changed together, and ways that are proposed, to make a run fit."""
-MOST_STAGES, MOST_NODES = 16, 8
-"""Pipeline stages that are tried for that, and times as many nodes as there are."""
+CONTEXT = (1, 2, 4, 8)
+"""Context-parallel ranks that are tried."""
+MOST_VIRTUAL = 8
+"""Virtual stages that are tried, at most."""
 
 Change = dict[str, Any]
 """Values of settings, by their dotted names."""
@@ -42,98 +51,280 @@ Change = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Settings under which the run fits."""
+    """Settings for given GPUs."""
 
     change: Change
     """Settings that differ from the run's."""
+    gpus: int
     seconds: float
-    """Seconds of a step on the trainer's GPUs."""
+    """Seconds of a step."""
     actor: Memory
-    """Memory of the fullest rank."""
+    """Memory of the trainer's fullest rank."""
+    server: ServerMemory
+    lack: float
+    """Bytes missing on the fullest GPU if the trainer leaves :data:`SPARE` free; 0: it fits."""
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of a step."""
+        return self.gpus * self.seconds / 3600.0
 
 
-def search(setup: Setup, count: int, fits: Callable[[Setup], Memory | None]) -> list[Proposal]:
-    """The fastest settings for the trainer that fit with :data:`SPARE` room: at most ``count``, the fastest first.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Result of a search. Pruning stays the run's, so that the steps of all proposals are equally noisy."""
 
-    All layouts are tried with stages as equal as can be, the fastest then with other stages and virtual ones.
+    fastest: Proposal | None
+    cheapest: Proposal | None
+    """The proposal with the fewest GPU-hours of a step."""
+    on_policy: Proposal | None
+    """If ``rollout.ahead`` is above 0, the fastest with ``rollout.ahead=0`` and servers on the trainer's GPUs."""
+    closest: Proposal | None
+    """If nothing fits, the proposal that lacks the least."""
+
+
+def search(config: Config, assume: Assumptions, gpus: int) -> Found:
+    """Find the fastest and the cheapest step on at most so many GPUs.
 
     Args:
-        setup: of the run. Its GPUs, lengths and algorithm stay.
-        count: proposals.
-        fits: memory of the trainer's fullest rank; None if trainer or servers do not fit.
+        config: of the run. Lengths and algorithm stay.
+        assume: as for a plan.
+        gpus: at most. More than a node are whole nodes.
+
+    Raises:
+        UserError: for no whole nodes, and for settings that contradict each other in every proposal.
     """
-    plain = sorted(_tried(setup, layouts(setup)), key=itemgetter(0))[: REFINED * count]
-    refined = [each for _, other in plain for each in _tried(other, _recut(other), other.config.pack.max_tokens)]
-    found: dict[str, Proposal] = {}
-    for seconds, other in sorted(plain + refined, key=itemgetter(0)):
+    node = config.cluster.gpus_per_node
+    if gpus < 1 or (gpus > node and gpus % node):
+        raise UserError("--gpus", gpus, f"is no number of nodes of {node} GPUs", f"Give a multiple of {node}, or fewer")
+    shape, refused = shape_of(config.model.path), list[UserError]()
+    runs = (with_settings(config, split) for split in splits(config, shape, gpus))
+    setups = [Setup(run, shape, place(replace(run, layout=LayoutConfig()), shape), assume) for run in runs]
+    servers = [server_memory(setup, resident=0.0) for setup in setups]
+    roomy = [i for i, server in enumerate(servers) if server.fits]
+    floors = {i: least_seconds(setups[i], concurrency=servers[i].concurrency) for i in roomy}
+    lay_out = _once_per_trainer(best_layout)
+
+    @cache
+    def proposal(i: int) -> Proposal | None:
+        if (setup := lay_out(setups[i])) is None:
+            return None
+        found = propose(config, setup)
         try:
-            check_config(other.config)
-            place(other.config, setup.shape)
-        except UserError:
+            check_config(with_settings(config, found.change))
+        except UserError as error:
+            refused.append(error)
+            return None
+        return found
+
+    def best(among: Iterable[int], cost: Callable[[float, int], tuple[float, float]]) -> Proposal | None:
+        found, least = None, (inf, inf)
+        for floor, i in sorted((cost(floors[i], setups[i].placement.gpus), i) for i in among):
+            if floor >= least:
+                break
+            if (other := proposal(i)) and cost(other.seconds, other.gpus) < least:
+                found, least = other, cost(other.seconds, other.gpus)
+        return found
+
+    own = [i for i in roomy if setups[i].config.rollout.ahead == config.rollout.ahead]
+    fastest = best(own, lambda seconds, gpus: (seconds, gpus))
+    cheapest = best(own, lambda seconds, gpus: (seconds * gpus, seconds))
+    on_policy = best(set(roomy) - set(own), lambda seconds, gpus: (seconds, gpus))
+    if fastest or on_policy:
+        return Found(fastest, cheapest, on_policy, None)
+    if refused:
+        raise refused[0]
+    missed = [propose(config, setup) for setup in map(_once_per_trainer(smallest_layout), setups) if setup]
+    return Found(None, None, None, min(missed, key=attrgetter("lack", "gpus", "seconds"), default=None))
+
+
+def _once_per_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup], Setup | None]:
+    """``solve``, once for all splits that leave the trainer as many GPUs of its own."""
+    solved: dict[int, Setup | None] = {}
+
+    def found(setup: Setup) -> Setup | None:
+        ranks = setup.placement.ranks
+        if setup.placement.shared or ranks not in solved:
+            solved[ranks if not setup.placement.shared else 0] = solve(setup)
+        best = solved[0 if setup.placement.shared else ranks]
+        if best is None:
+            return None
+        layout = best.placement.layout
+        own = {"layout": replace(layout, dp=None), "model": best.config.model, "pack": best.config.pack}
+        return _laid_out(setup, replace(setup.config, **own), layout)
+
+    return found
+
+
+def propose(config: Config, setup: Setup) -> Proposal:
+    """The proposal of a setup, with its settings as changes of a run's."""
+    actor, server = memories(setup)
+    pairs = zip(setup.config.leaves(), config.leaves(), strict=True)
+    change = {key: value for (key, value), (_, own) in pairs if value != own}
+    if setup.config.rollout.colocated and server.fits:
+        change |= _bound_memory(setup, resident_bytes(setup.config, actor), server)
+    lack = max(actor.total - (1.0 - SPARE) * actor.room, server.memory.lack, 0.0)
+    seconds = step_time(setup, concurrency=max(server.concurrency, 1)).seconds
+    return Proposal(change, setup.placement.gpus, seconds, actor, server, lack)
+
+
+def _bound_memory(setup: Setup, resident: float, server: ServerMemory) -> Change:
+    """The flag that bounds the memory of a server on the trainer's GPU, if the run has none."""
+    flags, room, parts = setup.config.rollout.launch.flags, setup.gpu.memory_gib * GIB, server.memory.parts
+    flag, _ = spec_of(setup.config.rollout.engine).memory_flag
+    if flag in {word.partition("=")[0].replace("_", "-") for word in flags}:
+        return {}
+    of_free = (parts["weights"] + parts["cache"]) / (room - resident)
+    share = of_free if setup.config.rollout.engine == "sglang" else server.memory.total / room
+    return {"rollout.launch.flags": (*flags, f"{flag}={int(100 * share) / 100}")}
+
+
+def splits(config: Config, shape: PolicyShape, gpus: int) -> Iterator[Change]:
+    """Settings that divide at most so many GPUs between training and rollouts.
+
+    On one node servers run beside the trainer or share its GPUs, on several they have nodes of their own. Servers that
+    run already stay.
+    """
+    rollout, per_node = config.rollout, config.cluster.gpus_per_node
+    if rollout.served and rollout.servers not in ((), "slurm"):
+        yield {}
+        return
+    apart = {
+        "rollout.colocated": False,
+        "rollout.sync.transport": "collective" if rollout.colocated else rollout.sync.transport,
+    }
+    shared = {"rollout.colocated": True, "rollout.sync.transport": "disk", "rollout.ahead": 0}
+    of_one_node = [(1, count) for count in range(1, min(gpus, per_node) + 1)]
+    for nodes, each in of_one_node + [(nodes, per_node) for nodes in range(2, gpus // per_node + 1)]:
+        machines = {"cluster.nodes": nodes, "cluster.server_nodes": 0, "cluster.gpus_per_node": each}
+        if not rollout.served:
+            yield machines
             continue
-        memory, change = fits(other), changed(setup.config, _settings(other.config))
-        if memory and _spares(memory):
-            found.setdefault(repr(change), Proposal(change, seconds, memory))
-        if len(found) == count:
+        sizes = [tp for tp in larger(0, each, shape.heads) if not shape.kv_heads % tp or not tp % shape.kv_heads]
+        for tp in sizes:
+            if nodes > 1 and each % tp == 0:
+                servers = {"rollout.servers": "slurm", "rollout.launch.count": 0, "rollout.launch.tp": tp} | apart
+                for train in range(1, nodes):
+                    yield machines | servers | {"cluster.nodes": train, "cluster.server_nodes": nodes - train}
+            for count in range(1, each // tp + 1 if nodes == 1 else 1):
+                servers = {"rollout.servers": (), "rollout.launch.count": count, "rollout.launch.tp": tp}
+                yield machines | servers | (apart if count * tp < each else shared)
+
+
+def best_layout(setup: Setup) -> Setup | None:
+    """The setup with the layout, recomputation and pack size that fit with the least seconds: of the trainer, or of the
+    step if servers share its GPUs. Layouts are tried in the order of their bounds, until one is above the best."""
+    shared = setup.placement.shared
+    best, least = None, inf
+    for bound, beside, plain in sorted(_bounded(setup), key=itemgetter(0)):
+        if bound >= least:
             break
-    return list(found.values())
+        least_recomputed = RECOMPUTATION.index(plain.config.model.recompute)
+        runs = [_recomputed(plain.config, recompute) for recompute in RECOMPUTATION[least_recomputed:]]
+        for cut in cuts(plain):
+            for other in (_laid_out(plain, run, cut) for run in runs):
+                seconds = sum(trainer_phases(other).values())
+                if seconds + beside >= least:
+                    break  # more recomputation takes longer
+                if all(_spares(rank_memory(other, stage)) for stage in range(cut.pp)):
+                    seconds = _step_seconds(other) if shared else seconds
+                    best, least = (other, seconds) if seconds < least else (best, least)
+                    break
+    return best
 
 
-def _tried(setup: Setup, among: Iterable[LayoutConfig], tokens: int | None = None) -> Iterator[tuple[float, Setup]]:
-    """Seconds and setups of layouts that fit, with the least recomputation; packs of ``tokens``, or of any size."""
-    for layout in among:
-        placement = dataclasses.replace(setup.placement, layout=layout)
-        for size in [tokens] if tokens else _pack_sizes(setup.config, layout):
-            for recompute in RECOMPUTATION:
-                config = replace(
-                    setup.config, layout=replace(layout, dp=None),
-                    model=replace(setup.config.model, recompute=recompute),
-                    pack=replace(setup.config.pack, max_tokens=size),
-                )  # fmt: skip
-                other = dataclasses.replace(setup, config=config, placement=placement)
-                if sum(held_bytes(other, 0).values()) > setup.gpu.memory_gib * GIB:
-                    break
-                if all(_spares(rank_memory(other, stage)) for stage in {0, min(1, layout.pp - 1), layout.pp - 1}):
-                    yield sum(trainer_phases(other).values()), other
-                    break
+def smallest_layout(setup: Setup) -> Setup | None:
+    """The setup whose trainer takes the least memory, with all layers recomputed and the smallest packs."""
+    run = _recomputed(setup.config, "full")
+    packs = {cp: replace(run.pack, max_tokens=_pack_sizes(run, cp)[0]) for cp in CONTEXT}
+    tried = (_laid_out(setup, replace(run, pack=packs[layout.cp]), layout) for layout in layouts(setup))
+    return min(tried, key=lambda each: actor_memory(each).total, default=None)
+
+
+def _bounded(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
+    """Layouts with packs of any size, stages as equal as can be, and the least recomputation that may fit. First the
+    least seconds of :func:`best_layout` with any cut; then those of them that are not the trainer's."""
+    sizes = {size for cp in CONTEXT for size in _pack_sizes(setup.config, cp)}
+    runs = {size: replace(setup.config, pack=replace(setup.config.pack, max_tokens=size)) for size in sizes}
+    tried = {size: [_recomputed(run, recompute) for recompute in RECOMPUTATION] for size, run in runs.items()}
+    for layout in layouts(setup):
+        # Every cut has as many layers in the second of several stages, or more, and in the first of two.
+        stage, whole = int(layout.pp > 2), _laid_out(setup, setup.config, layout)
+        if sum(held_bytes(whole, stage).values()) > (1.0 - SPARE) * setup.gpu.memory_gib * GIB:
+            continue
+        beside = _beside(whole)
+        for size in _pack_sizes(setup.config, layout.cp):
+            others = (_laid_out(setup, run, layout) for run in tried[size])
+            for other in islice((other for other in others if _spares(rank_memory(other, stage))), 1):
+                yield _bound(other) + beside, beside, other
+
+
+def _beside(setup: Setup) -> float:
+    """Least seconds of a step beside the trainer's, if servers share its GPUs; 0 if they do not, or if rollouts are
+    ahead."""
+    if not setup.placement.shared or setup.config.rollout.ahead:
+        return 0.0
+    stages = range(setup.placement.layout.pp)
+    held = (held_bytes(setup, stage) | {"reserved": setup.assume.reserved_gib * GIB} for stage in stages)
+    resident = min(resident_bytes(setup.config, Memory(0, parts, 0.0)) for parts in held)
+    most = server_memory(setup, resident=resident).concurrency
+    return least_seconds(setup, concurrency=max(most, 1), training=0.0)
+
+
+def _bound(setup: Setup) -> float:
+    """The trainer's least seconds, however a layout is cut: those of a mean stage, with the fewest waits."""
+    layout, packs = setup.placement.layout, packs_of(setup)
+    if layout.pp == 1:
+        return sum(trainer_phases(setup).values())
+    mean = sum(each.update.total for each in stage_passes(setup)) / layout.pp
+    waits = (layout.pp - 1) / max(packs, layout.pp) / min(MOST_VIRTUAL, max(setup.shape.num_layers // layout.pp, 1))
+    return mean * packs * work_of(setup).updates / setup.assume.busy_share * (1 + waits)
 
 
 def _spares(memory: Memory) -> bool:
     return memory.total <= (1.0 - SPARE) * memory.room
 
 
-def _settings(config: Config) -> Change:
-    """All that the search chooses."""
-    layout = {f"layout.{name}": value for name, value in config.layout}
-    return layout | {"model.recompute": config.model.recompute, "pack.max_tokens": config.pack.max_tokens}
+def _step_seconds(setup: Setup) -> float:
+    """Infinity if a server does not fit."""
+    _, server = memories(setup)
+    return step_time(setup, concurrency=server.concurrency).seconds if server.fits else inf
+
+
+def _recomputed(config: Config, recompute: str) -> Config:
+    return replace(config, model=replace(config.model, recompute=recompute))
+
+
+def _laid_out(setup: Setup, run: Config, layout: LayoutConfig) -> Setup:
+    return dataclasses.replace(setup, config=run, placement=dataclasses.replace(setup.placement, layout=layout))
 
 
 def layouts(setup: Setup) -> Iterator[LayoutConfig]:
     """Layouts of the trainer's ranks that divide the policy, with stages as equal as can be."""
     shape, ranks, per_node = setup.shape, setup.placement.ranks, setup.config.cluster.gpus_per_node
-    for tp, cp, pp in product(larger(0, per_node, shape.kv_heads), (1, 2, 4, 8), range(1, shape.num_layers + 1)):
+    for tp, cp, pp in product(larger(0, per_node, shape.kv_heads), CONTEXT, range(1, shape.num_layers + 1)):
         cut = next(stages(shape.num_layers, pp), None)
         if ranks % (tp * cp * pp) or tp * cp > per_node or cut is None:
             continue
-        experts: list[tuple[int, int | None]] = [(1, None)]
+        inside: list[tuple[int, int | None, bool]] = [(1, None, parallel) for parallel in sorted({tp > 1, False})]
         if shape.experts:
             pairs = product(larger(0, shape.experts, shape.experts), sorted({1, tp}))
-            experts = [(ep, etp) for ep, etp in pairs if ranks // pp % (ep * etp) == 0]
-        for ep, etp in experts:
+            inside = [(ep, etp, tp > 1) for ep, etp in pairs if ranks // pp % (ep * etp) == 0]
+        for ep, etp, parallel in inside:
             yield LayoutConfig(
-                tp=tp, cp=cp, pp=pp, dp=ranks // (tp * cp * pp), ep=ep, etp=etp, sequence_parallel=tp > 1,
+                tp=tp, cp=cp, pp=pp, dp=ranks // (tp * cp * pp), ep=ep, etp=etp, sequence_parallel=parallel,
                 first_stage_layers=cut[0], last_stage_layers=cut[1],
             )  # fmt: skip
 
 
-def _recut(setup: Setup) -> Iterator[LayoutConfig]:
+def cuts(setup: Setup) -> Iterator[LayoutConfig]:
     """The layout with other stages and virtual stages."""
     layout = setup.placement.layout
     for first, last in stages(setup.shape.num_layers, layout.pp):
         cut = replace(layout, first_stage_layers=first, last_stage_layers=last)
         counts = {layers_of_stage(setup.shape, stage, cut) for stage in range(layout.pp)}
         for vpp in range(1, MOST_VIRTUAL + 1 if layout.pp > 1 else 2):
-            if not any(count % vpp for count in counts):
+            if not any(count % vpp for count in counts) and (vpp == 1 or layout.pp > 2 or not first):
                 yield replace(cut, vpp=vpp)
 
 
@@ -152,24 +343,12 @@ def stages(layers: int, pp: int) -> Iterator[tuple[int | None, int | None]]:
             yield first, last
 
 
-def _pack_sizes(config: Config, layout: LayoutConfig) -> list[int]:
+def _pack_sizes(config: Config, cp: int) -> list[int]:
     """Tokens of a pack, in whole tiles, that hold the longest sequence."""
-    unit = TILE * layout.cp
+    unit = TILE * cp
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     sizes = {-(-size // unit) * unit for size in (longest, config.pack.max_tokens, *PACKS)}
     return sorted(size for size in sizes if size >= longest)
-
-
-@dataclass(frozen=True, slots=True)
-class Closest:
-    """Why nothing makes a run fit."""
-
-    change: Change
-    """The change, of all that were tried, under which the fullest GPU lacks the least."""
-    lack: float
-    """Bytes that it then lacks."""
-    limits: list[str]
-    """How far the policy and the machines allow each way of dividing it to go."""
 
 
 def with_settings(config: Config, change: Mapping[str, Any]) -> Config:
@@ -189,116 +368,6 @@ def changed(config: Config, change: Change) -> Change:
     return {key: value for key, value in change.items() if attrgetter(key)(config) != value}
 
 
-def nodes_of(config: Config) -> int:
-    """All nodes, those of servers included."""
-    return config.cluster.nodes + config.cluster.server_nodes
-
-
 def larger(value: int, most: int, of: int) -> list[int]:
     """Divisors of ``of`` above a value, up to a limit."""
     return [number for number in range(value + 1, most + 1) if of % number == 0]
-
-
-def remedies(
-    config: Config, shape: PolicyShape, lack: Callable[[Config], float]
-) -> tuple[list[Change], Closest | None]:
-    """The fewest changes after which a run fits: up to three ways, those that cost least first. Or what comes closest.
-
-    More nodes are proposed only where nothing helps on those that there are.
-
-    Args:
-        config: that does not fit.
-        shape: of the policy.
-        lack: bytes that another one lacks on its fullest GPU, 0 where it fits; may raise UserError for one that is no
-            configuration at all.
-    """
-    options = [[changed(config, change) for change in option] for option in _options(config, shape)]
-    more = [{"cluster.nodes": config.cluster.nodes * factor} for factor in (2, 4, MOST_NODES)]
-    tried: list[tuple[float, Change]] = []
-
-    def fitting(values: Iterable[list[Change]]) -> Change | None:
-        ways = (reduce(or_, parts) for parts in product(*values))
-        return next((change for change in ways if _works(config, change, lack, tried)), None)
-
-    for besides in ([], [more]):
-        for size in range(1 - len(besides), MOST_AT_ONCE + 1 - len(besides)):
-            ways = (fitting([*chosen, *besides]) for chosen in combinations(options, size))
-            if found := list(islice(filter(None, ways), MOST_FOUND)):
-                return found, None
-    missing, change = min(tried, key=itemgetter(0), default=(lack(config), {}))
-    return [], Closest(change, missing, list(_limits(config, shape)))
-
-
-def _works(config: Config, change: Change, lack: Callable[[Config], float], tried: list[tuple[float, Change]]) -> bool:
-    """Whether a run fits with a change; what it lacks else is added to ``tried``."""
-    try:
-        changed = with_settings(config, change)
-        if missing := lack(changed):
-            tried.append((missing, change))
-            return False
-        check_config(changed)
-    except UserError:
-        return False
-    return True
-
-
-def _options(config: Config, shape: PolicyShape) -> Iterator[list[Change]]:
-    """Changes that may help on the nodes that there are. Each list has the values of one thing, mildest first."""
-    layout, cluster, rollout = config.layout, config.cluster, config.rollout
-    if not config.optimizer.distributed:
-        yield [{"optimizer.distributed": True}]
-    if layout.tp > 1 and not layout.sequence_parallel:
-        yield [{"layout.sequence_parallel": True}]
-    if layout.vpp > 1:
-        yield [{"layout.vpp": 1}]
-    if more := RECOMPUTATION[RECOMPUTATION.index(config.model.recompute) + 1 :]:
-        yield [{"model.recompute": recompute} for recompute in more]
-    if config.optimizer.distributed and not config.optimizer.offload:
-        yield [{"optimizer.offload": True}]
-    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    least = -(-longest // layout.tp) * layout.tp
-    tokens = sorted({max(config.pack.max_tokens >> i, least) for i in (1, 2, 3)}, reverse=True)
-    if tokens[-1] < config.pack.max_tokens:
-        yield [{"pack.max_tokens": size} for size in tokens]
-    if parts := larger(layout.tp, min(cluster.gpus_per_node, shape.kv_heads), shape.kv_heads):
-        yield [{"layout.tp": tp, "layout.sequence_parallel": True} for tp in parts]
-    if parts := larger(layout.ep, shape.experts, shape.experts):
-        whole = {"layout.etp": 1} if layout.expert_tp > 1 else {}
-        yield [{"layout.ep": ep} | whole for ep in parts]
-    if parts := [pp for pp in _stage_counts(shape) if pp > layout.pp]:
-        names = "layout.pp", "layout.first_stage_layers", "layout.last_stage_layers"
-        yield [dict(zip(names, (pp, *next(stages(shape.num_layers, pp))), strict=True)) for pp in parts]
-    yield [{"layout.cp": layout.cp * factor} for factor in (2, 4)]
-    if rollout.served and isinstance(rollout.launch.tp, int):
-        sizes, count = larger(rollout.launch.tp, cluster.gpus_per_node, shape.heads), rollout.launch.count
-        fewer = [{"rollout.launch.count": max(count * rollout.launch.tp // tp, 1)} if count else {} for tp in sizes]
-        if sizes:
-            yield [{"rollout.launch.tp": tp} | less for tp, less in zip(sizes, fewer, strict=True)]
-    if cluster.server_nodes > 1:  # nodes that generated train instead
-        moved = sorted({max(cluster.server_nodes * quarters // 4, 1) for quarters in (1, 2, 3)})
-        counts = [(cluster.nodes + nodes, cluster.server_nodes - nodes) for nodes in moved]
-        yield [{"cluster.nodes": train, "cluster.server_nodes": serve} for train, serve in counts]
-
-
-def _stage_counts(shape: PolicyShape) -> list[int]:
-    """Numbers of pipeline stages: those that divide the layers, and powers of two."""
-    layers = shape.num_layers
-    return [
-        pp for pp in range(1, MOST_STAGES + 1) if layers % pp == 0 or (pp in (4, 8, 16) and any(stages(layers, pp)))
-    ]
-
-
-def _limits(config: Config, shape: PolicyShape) -> Iterator[str]:
-    layout, cluster = config.layout, config.cluster
-    tp = max(larger(0, min(cluster.gpus_per_node, shape.kv_heads), shape.kv_heads))
-    yield (
-        f"layout.tp = {layout.tp}, at most {tp}: it divides the {shape.kv_heads} key-value heads, and is within a node "
-        f"of {cluster.gpus_per_node} GPUs"
-    )
-    pp = max(_stage_counts(shape))
-    yield f"layout.pp = {layout.pp}, tried up to {pp}: it cuts the {shape.num_layers} layers into stages"
-    if shape.experts:
-        yield f"layout.ep = {layout.ep}, at most {shape.experts}: it divides the {shape.experts} experts"
-    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
-    gpus = cluster.nodes * cluster.gpus_per_node
-    yield f"tp x pp x cp x dp is the number of GPUs that train, of which {nodes} have {gpus}"

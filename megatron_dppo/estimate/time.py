@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import ScheduleConfig
 from megatron_dppo.config.types import Keep
-from megatron_dppo.estimate.kernels import Passes, Seconds, optimizer_seconds, reduction_seconds, stage_passes
+from megatron_dppo.estimate.kernels import (
+    PRODUCTS,
+    Passes,
+    Seconds,
+    optimizer_seconds,
+    reduction_seconds,
+    stage_passes,
+)
 from megatron_dppo.estimate.memory import cache_bytes, parameters_of, shape_of
 from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
 from megatron_dppo.models.shape import PolicyShape
@@ -46,27 +53,45 @@ def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The time of a step's phases, if a server decodes at most ``concurrency`` completions at once."""
     config, work, packs = setup.config, work_of(setup), packs_of(setup)
     rolled, trainer = generation(setup, work, most=concurrency), trainer_phases(setup)
-    phases = {
-        "generation": 0.0 if config.data.rollouts else rolled.seconds,
-        **trainer,
-        "weight sync": _sync_seconds(setup),
-        "overhead": setup.assume.overhead_s,
-    }
-    seconds = sum(phases.values())
-    if config.rollout.ahead:
-        seconds = max(phases["generation"] + phases["weight sync"], seconds - phases["generation"])
-    useful = 3.0 * (sum(layer_flops(setup)) * work.trained + head_flops(setup.shape) * work.responses)
+    phases = _phases(setup, rolled, trainer)
+    useful = 3.0 * forward_flops(setup)
     passing = sum(trainer[phase] for phase in UPDATE)
     return StepTime(
         work=work,
         phases=phases,
-        seconds=seconds,
+        seconds=_seconds(phases, config.rollout.ahead),
         packs=packs,
         bubble=_waits(setup) / (1 + _waits(setup)),
         batch=rolled.batch,
         long_tail=rolled.long_tail,
         model_flops_share=useful / (setup.placement.ranks * setup.rate * passing),
     )
+
+
+def _phases(setup: Setup, rolled: Generation, trainer: Mapping[str, float]) -> dict[str, float]:
+    generated = 0.0 if setup.config.data.rollouts else rolled.seconds
+    beside = {"weight sync": _sync_seconds(setup), "overhead": setup.assume.overhead_s}
+    return {"generation": generated, **trainer, **beside}
+
+
+def _seconds(phases: Mapping[str, float], ahead: int) -> float:
+    seconds = sum(phases.values())
+    return max(phases["generation"] + phases["weight sync"], seconds - phases["generation"]) if ahead else seconds
+
+
+def least_seconds(setup: Setup, *, concurrency: int, training: float | None = None) -> float:
+    """Least seconds of a step.
+
+    Args:
+        setup: of the run.
+        concurrency: completions that a server decodes at once, at most.
+        training: seconds of the trainer's phases; None: as if it only multiplied, at the rate of large products.
+    """
+    if training is None:
+        passes, rate = 2.0 if setup.config.model.lora.rank else 3.0, setup.rate * PRODUCTS * setup.assume.busy_share
+        training = passes * forward_flops(setup) / setup.placement.ranks / rate
+    rolled = generation(setup, work_of(setup), most=concurrency)
+    return _seconds(_phases(setup, rolled, {"training": training}), setup.config.rollout.ahead)
 
 
 def trainer_phases(setup: Setup) -> dict[str, float]:
@@ -120,6 +145,12 @@ def layer_flops(setup: Setup) -> tuple[float, float]:
 def head_flops(shape: PolicyShape) -> float:
     """FLOPs of a response token's forward pass through the head."""
     return 2.0 * parameters_of(shape).head
+
+
+def forward_flops(setup: Setup) -> float:
+    """FLOPs of a forward pass over all that a step trains on."""
+    work = work_of(setup)
+    return sum(layer_flops(setup)) * work.trained + head_flops(setup.shape) * work.responses
 
 
 def _sync_seconds(setup: Setup) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_dppo.config import (
     WEIGHT_BYTES,
@@ -133,6 +136,8 @@ class Setup:
     shape: PolicyShape
     placement: Placement
     assume: Assumptions
+    found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What :func:`once` keeps."""
 
     @property
     def gpu(self) -> Gpu:
@@ -162,6 +167,22 @@ class Setup:
     def lengths(self) -> Lengths:
         limit = self.config.rollout.max_response_tokens
         return Lengths(min(self.assume.response_share, 0.999) * limit, limit)
+
+
+Result = TypeVar("Result")
+
+
+def once(of: Callable[[Setup], Result]) -> Callable[[Setup], Result]:
+    """A function of a setup that computes its result once for each."""
+
+    @wraps(of)
+    def found(setup: Setup) -> Result:
+        if of not in setup.found:
+            setup.found[of] = of(setup)
+        result: Result = setup.found[of]
+        return result
+
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +219,13 @@ def without_pruning(config: Config) -> Config:
     return replace(config, pruning=off)
 
 
+@once
+def unpruned(setup: Setup) -> Setup:
+    """The setup of the same run without pruning."""
+    return dataclasses.replace(setup, config=without_pruning(setup.config))
+
+
+@once
 def work_of(setup: Setup) -> Work:
     """The work of a step, on average over the run."""
     config, assume, mean, prompt = setup.config, setup.assume, setup.lengths.mean, setup.prompt
@@ -235,6 +263,7 @@ def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
     return max(kept - trained_on * ceil(family / config.pack.max_tokens), 0.0)
 
 
+@once
 def packs_of(setup: Setup) -> int:
     """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline; sequences
     longer than half a pack are in packs of their own."""
@@ -257,6 +286,7 @@ class MeanPack(NamedTuple):
     """Tokens that go through the head."""
 
 
+@once
 def mean_pack(setup: Setup) -> MeanPack:
     """The pack of which :func:`packs_of` makes an update. Its capacity is what its tokens, or the longest sequence,
     need."""

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Qwen3-235B-A22B by DPPO: actors on sixteen nodes, SGLang servers on sixteen more, eight GPUs each.
+# Qwen3-235B-A22B by DPPO: actors on eight nodes, SGLang servers on twenty-four more, eight GPUs each.
 # From the root of the checkout:
 #
 #   sbatch --test-only scripts/slurm/qwen3_235b_a22b_dppo.sh
 #   sbatch scripts/slurm/qwen3_235b_a22b_dppo.sh pruning.completions.keep=0.3
-#   sbatch --nodes=16 : --nodes=12 scripts/slurm/qwen3_235b_a22b_dppo.sh
+#   sbatch --nodes=8 : --nodes=12 scripts/slurm/qwen3_235b_a22b_dppo.sh
 #
 # The first word may name another configuration. scripts/slurm/job.sh says which variables are read, and what
 # exit codes mean.
@@ -14,10 +14,10 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@600 --requeue
 # The actors: one rank for each GPU.
-#SBATCH --nodes=16 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --mem=0
+#SBATCH --nodes=8 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --mem=0
 #SBATCH hetjob
 # The servers: one for each task; several on a node if they take fewer GPUs than it has.
-#SBATCH --nodes=16 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
+#SBATCH --nodes=24 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
 cd "$SLURM_SUBMIT_DIR" || exit 2
 [ -e scripts/slurm/job.sh ] || { echo "error: submit this from the folder that holds scripts/slurm, not from $PWD"; exit 2; }
 source scripts/slurm/job.sh configs/qwen3_235b_a22b_dppo.yaml "$@"

@@ -105,7 +105,7 @@ WAYS = (
         by=("tests/rehearsal/test_command.py", '"benchmarks/rehearsal.py"'),
     ),
     Way(r"megatron-dppo plan CONFIG", replace=PLACEHOLDERS),
-    Way(r"megatron-dppo plan configs/\S+ --(keep .*|search)"),
+    Way(r"megatron-dppo plan configs/\S+ --(keep .*|search( --gpus \d+)?)"),
     Way(r"megatron-dppo plan configs/\S+( .*cluster.*)?"),
     Way(r"megatron-dppo train configs/quickstart\.yaml --(check|print-config)", append="rollout.prompts_per_step=4"),
     Way(r"megatron-dppo train CONFIG", replace=PLACEHOLDERS, append="rollout.prompts_per_step=4 --check"),

@@ -11,6 +11,7 @@ from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import as_json, make_plan
 from megatron_dppo.estimate.report import as_text
+from megatron_dppo.estimate.search import search
 from megatron_dppo.estimate.time import VARIANCES, measured_variance
 from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
@@ -70,6 +71,25 @@ def test_what_was_not_measured_has_no_figure() -> None:
     made = plan("pruning.completions.rule=top_k")
     assert made.variance is None and made.efficiency is None
     assert "was not measured" in "\n".join(as_text(made))
+
+
+def test_the_page_tells_what_pruning_is_worth_with_the_best_split_on_either_side() -> None:
+    file, assume = str(ROOT / "configs" / "qwen3_32b_dppo.yaml"), Assumptions()
+    off = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
+
+    def seconds(*words: str) -> float:
+        found = search(load_config(file, [*off, *words]), assume, 64).fastest
+        assert found is not None
+        return found.seconds
+
+    made = make_plan(load_config(file, []), assume)
+    prompts = [round(128 / factor) for factor in reversed(VARIANCES[0.7, "auto"])]
+    fewer = [seconds(f"rollout.prompts_per_step={each}") / made.pruned.seconds for each in prompts]
+    assert made.efficiency is not None
+    page = " ".join(text_of("docs/scaling.md").split())
+    assert f"takes {seconds():.0f} s, in place of {made.unpruned.seconds:.0f} s" in page
+    apart, same = ("{:.2f} to {:.2f}".format(*pair) for pair in (fewer, made.efficiency))
+    assert f"pruning is worth {apart}, in place of {same}" in page
 
 
 @pytest.mark.parametrize("name", ["qwen3_4b_math", "qwen3_32b_dppo", "qwen3_30b_a3b_dppo"])

@@ -1,0 +1,57 @@
+"""Memory of rollout servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.estimate.assumptions import GIB
+from megatron_dppo.estimate.memory import Memory, actor_memory, bucket_bytes, cache_bytes, parameters_of, resident_bytes
+from megatron_dppo.estimate.workload import Setup
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Memory of one GPU of a server, and the completions that it can decode at once."""
+
+    memory: Memory
+    tokens: int
+    """Tokens that the cache of the server has room for."""
+    concurrency: int
+    """Completions that the cache has room for while each, on average over its decoding, is half done. An engine
+    interrupts some as they grow."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.fits and self.concurrency >= 1
+
+
+def memories(setup: Setup) -> tuple[Memory, ServerMemory]:
+    """Memory of the trainer's fullest rank, and of the server with the fewest ranks."""
+    actor = actor_memory(setup)
+    resident = resident_bytes(setup.config, actor) if setup.placement.shared else 0.0
+    return actor, server_memory(setup, resident=resident)
+
+
+def server_memory(setup: Setup, *, resident: float) -> ServerMemory:
+    """Memory of the server with the fewest ranks.
+
+    Args:
+        setup: of the run.
+        resident: bytes that the trainer leaves on the same GPU while it generates.
+    """
+    config, assume, tp = setup.config, setup.assume, min(setup.placement.servers)
+    gpu_bytes = setup.gpu.memory_gib * GIB
+    room = max(min(gpu_bytes * assume.server_memory_share, gpu_bytes - resident), 0.0)
+    parts = {
+        "weights": float(parameters_of(setup.shape).total * setup.width // tp),
+        "sync": float(bucket_bytes(config)),
+        "buffers": assume.server_buffers_gib * GIB,
+    }
+    per_token = cache_bytes(setup.shape, tp, setup.width)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    tokens = max(int((room - sum(parts.values())) / per_token), 0)
+    parts["cache"] = float(max(tokens, longest) * per_token)  # less than one sequence is no server
+    most = 10**9 if config.rollout.served else config.rollout.max_batch
+    return ServerMemory(
+        Memory(0, parts, room), tokens, min(int(tokens / (setup.prompt + setup.lengths.typical / 2)), most)
+    )
