@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal, Self
 
@@ -82,20 +83,21 @@ class SourceConfig(Section):
 
 class DataConfig(Section):
     train: str | tuple[SourceConfig, ...] = "arithmetic"
-    """JSONL or parquet file of prompts; a data set of the Hugging Face hub (``openai/gsm8k:main``: its id, then its
-    configuration and its split, which may be left out where it has one, and for ``train``); ``arithmetic`` or
-    ``reasoning_gym``, which generate them; or ``verifiers``, whose environments bring them. Or several of these, each
-    with its share of every step: ``[{path: a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]``; each goes through its
-    prompts in an order and in epochs of its own."""
+    """JSONL or parquet file of prompts, or a folder of such files, which are read in the order of their names; a data
+    set of the Hugging Face hub (``openai/gsm8k:main``: its id, then its configuration and its split, which may be left
+    out where it has one, and for ``train``); ``arithmetic`` or ``reasoning_gym``, which generate them; or
+    ``verifiers``, whose environments bring them. Or several of these, each with its share of every step: ``[{path:
+    a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]``; each goes through its prompts in an order and in epochs of its
+    own."""
     rollouts: str | None = None
     """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy, which are
     trained on in the place of data.train and of the policy's own rollouts; see ``data/offline.py``. Biased: a
     bounded weight for each token, policy over behaviour, is all that corrects for the other policy. null: the policy
     rolls out."""
     eval: str | dict[str, str] | None = None
-    """Held-out prompts, a file or a data set of the hub (its split ``test`` where it names none); or several of them,
-    each by its name: ``{aime24: aime24.jsonl, …}``, whose accuracy is then ``eval/aime24``; null: the held-out problems
-    of the generator that data.train names, or no evaluation for files and for data.rollouts."""
+    """Held-out prompts, a file, a folder or a data set of the hub (its split ``test`` where it names none); or several
+    of them, each by its name: ``{aime24: aime24.jsonl, …}``, whose accuracy is then ``eval/aime24``; null: the held-out
+    problems of the generator that data.train names, or no evaluation for files and for data.rollouts."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages (also as JSON text) that ends before the answer. Dots
     reach into nested objects."""
@@ -126,10 +128,29 @@ class DataConfig(Section):
         return (self.train,) if isinstance(self.train, str) else tuple(dict.fromkeys(each.path for each in self.train))
 
 
+class WeightedReward(Section):
+    function: str
+    """As ``reward.function`` names it."""
+    weight: float = 1.0
+    """Factor of its scores in the sum; 0: its scores are a metric alone."""
+    name: str | None = None
+    """The metric of its scores is ``reward/NAME``; null: the function's name without its module or file."""
+
+    @property
+    def metric(self) -> str:
+        return self.function.rpartition(":")[2] if self.name is None else self.name
+
+
+RESERVED = ("timeouts", "errors")
+"""Names of metrics under ``reward/`` that count failures of any reward function."""
+
+
 class RewardConfig(Section):
-    function: str = "math"
+    function: str | tuple[WeightedReward, ...] = "math"
     """``math``, ``exact``, ``reasoning_gym`` (its tasks' own verifiers), ``verifiers`` (its environment's rubric), or a
-    function with verl's, slime's or TRL's signature as ``module:function`` or ``file.py:function``."""
+    function with verl's, slime's or TRL's signature as ``module:function`` or ``file.py:function``. Or several of
+    these, whose weighted sum is the reward: ``[{function: exact}, {function: my.py:brevity, weight: 0.2}]``; the first
+    one that scores a completion judges whether it is correct."""
     timeout_s: Seconds = 10.0
     """Seconds of processor time for scoring one completion, and ten times as many on the clock, for functions that wait
     or have other processes compute; past either the worker is killed and the group leaves the step."""
@@ -150,6 +171,27 @@ class RewardConfig(Section):
     overlong_buffer: Count | None = None
     """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null:
     the objective's (dapo a fifth of the limit, grpo none)."""
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The names of its functions."""
+        return (self.function,) if isinstance(self.function, str) else tuple(each.function for each in self.function)
+
+    @property
+    def spec(self) -> str:
+        """``function`` as text; of several functions a JSON list of [metric, function, weight]."""
+        if isinstance(self.function, str):
+            return self.function
+        return json.dumps([(each.metric, each.function, each.weight) for each in self.function])
+
+    @field_validator("function")
+    @classmethod
+    def _have_names(cls, function: str | tuple[WeightedReward, ...]) -> str | tuple[WeightedReward, ...]:
+        if not isinstance(function, str):
+            names = each_once(tuple(each.metric for each in function))
+            if not names or (reserved := set(names) & set(RESERVED)):
+                raise ValueError(f"names a metric {min(reserved)}, which counts failures" if names else "is empty")
+        return function
 
     @field_validator("thinking_tags")
     @classmethod

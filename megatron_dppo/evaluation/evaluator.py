@@ -54,7 +54,7 @@ class EvalProblem:
     """Its number in that file, from 0."""
     prompt: Prompt
     verifier: str
-    """The reward function that judges answers to it."""
+    """The reward function that judges answers to it: a ``RewardConfig.spec``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def by_name(problems: Sequence[EvalProblem]) -> dict[str, list[int]]:
 
 
 def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> list[EvalProblem]:
-    verifier = source.benchmark.verifier if source.benchmark else config.reward.function
+    verifier = source.benchmark.verifier if source.benchmark else config.reward.spec
     named = source.setting == SETTING
     if source.file in GENERATORS:
         data = replace(config.data, eval=None, train=source.file, rollouts=None)
