@@ -204,7 +204,8 @@ def to_verdict(returned: object) -> Verdict:
 def _weighted(parts: Sequence[Part], scorers: Sequence[Scorer | GroupScorer]) -> Scorer | GroupScorer:
     """Scorer by the weighted sum of several scorers' rewards. As in TRL, a function that returns None has no share in
     the sum."""
-    if any(isinstance(scorer, GroupScorer) for scorer in scorers):
+    of_one = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
+    if len(of_one) < len(scorers):
 
         def of_group(items: Sequence[ScoreItem]) -> list[Verdict]:
             results = [
@@ -214,11 +215,11 @@ def _weighted(parts: Sequence[Part], scorers: Sequence[Scorer | GroupScorer]) ->
             return [_sum(parts, each) for each in zip(*results, strict=True)]
 
         return GroupScorer(of_group)
-    if any(isinstance(scorer, AsyncScorer) for scorer in scorers):
+    if any(isinstance(scorer, AsyncScorer) for scorer in of_one):
 
         async def begin(item: ScoreItem) -> Verdict:
             results: list[object] = []
-            for scorer in scorers:  # one after another: only steps of this very task count as processor time
+            for scorer in of_one:  # one after another: only steps of this very task count as processor time
                 try:
                     results.append(await scorer.begin(item) if isinstance(scorer, AsyncScorer) else scorer(item))
                 except NotScoredError as error:
@@ -226,7 +227,7 @@ def _weighted(parts: Sequence[Part], scorers: Sequence[Scorer | GroupScorer]) ->
             return _sum(parts, results)
 
         return AsyncScorer(begin)
-    return lambda item: _sum(parts, [_or_error(scorer, item) for scorer in scorers])
+    return lambda item: _sum(parts, [_or_error(scorer, item) for scorer in of_one])
 
 
 def _or_error(scorer: Scorer, item: ScoreItem) -> object:

@@ -114,13 +114,13 @@ def difference(name: str, before: str | None, now: str | None) -> str:
     return f"{name} has changed, and row {first + 1} is the first that differs"
 
 
-def _functions(config: Config) -> Iterator[tuple[str, str | None]]:
-    """The settings that name functions, and what they name."""
+def _functions(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings and the functions that they name; of several reward functions each."""
     for setting in FUNCTIONS:
-        if setting != "reward.function" or isinstance(config.reward.function, str):
-            yield setting, attrgetter(setting)(config)
-        else:
-            yield from ((f"{setting}[{number}]", each) for number, each in enumerate(config.reward.functions))
+        if isinstance(named := attrgetter(setting)(config), str):
+            yield setting, named
+        elif named is not None:
+            yield from ((f"{setting}[{number}]", each.function) for number, each in enumerate(named))
 
 
 def _data(config: Config) -> Iterator[tuple[str, Source]]:

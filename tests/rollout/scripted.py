@@ -89,8 +89,8 @@ class ScriptedEngine(RolloutEngine[Completions]):
 
 
 class ScriptedWorkers:
-    """Scores "score 1", logs the depth of "score 1 depth 3", times out at "sleep" and raises at all else, where processes
-    would cost more than they show."""
+    """Scores "score 1", logs the depth of "score 1 depth 3", times out at "sleep" and raises at all else, where
+    processes would cost more than they show."""
 
     thinking_tags = ()
 
