@@ -60,18 +60,9 @@ class InvalidScoreError(ValueError):
         super().__init__(f"the reward function returned {kind}: {value!r:.200}")
 
 
-class Part(NamedTuple):
-    """One of the functions that ``reward.function`` names."""
-
-    metric: str
-    """Name of the metric of its scores; empty for the only function."""
-    function: str
-    weight: float
-
-
-def parts_of(spec: str) -> list[Part]:
-    """The functions of a run's ``RewardConfig.spec``."""
-    return [Part(*each) for each in json.loads(spec)] if spec.startswith('[["') else [Part("", spec, 1.0)]
+def parts_of(spec: str) -> list[tuple[str, str, float]]:
+    """The functions of a run's ``RewardConfig.spec``: each function's metric (empty for the only one), name, weight."""
+    return [(*each,) for each in json.loads(spec)] if spec.startswith('[["') else [("", spec, 1.0)]
 
 
 def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer | GroupScorer:
@@ -89,9 +80,8 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
     Raises:
         UserError: if it cannot be found, imported or called so.
     """
-    parts = parts_of(spec)
-    if parts[0].metric:
-        return _weighted(parts, [resolve(part.function, thinking_tags) for part in parts])
+    if (parts := parts_of(spec))[0][0]:
+        return _weighted(parts, [resolve(function, thinking_tags) for _, function, _ in parts])
     if spec not in BUILTIN and not all(spec.rpartition(":")):
         likely = get_close_matches(spec, BUILTIN, 1)
         if spec.endswith(".py"):
@@ -120,7 +110,7 @@ def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
     Raises:
         UserError: for the first that it cannot; names the row.
     """
-    of_text = [part.function for part in parts_of(spec) if part.function in OF_TEXT]
+    of_text = [function for _, function, _ in parts_of(spec) if function in OF_TEXT]
     for (place, label), spec in product(labels, of_text):
         try:
             text = label_text(label)
@@ -143,8 +133,8 @@ def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -
     Raises:
         UserError: for the first row that lacks one.
     """
-    for name in [part.function for part in parts_of(spec) if part.function not in BUILTIN]:
-        wanted = columns_wanted(load_function(SETTING, name))
+    for _, name, _ in parts_of(spec):
+        wanted = [] if name in BUILTIN else columns_wanted(load_function(SETTING, name))
         for place, columns in rows if wanted else ():
             if lacking := next((each for each in wanted if each not in columns), None):
                 has = f"{place} does not have (it has {', '.join(columns)})"
@@ -201,7 +191,7 @@ def to_verdict(returned: object) -> Verdict:
     return Verdict(*to_score(returned), *details(returned), role_rewards(returned), metrics)
 
 
-def _weighted(parts: Sequence[Part], scorers: Sequence[Scorer | GroupScorer]) -> Scorer | GroupScorer:
+def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer | GroupScorer]) -> Scorer | GroupScorer:
     """Scorer by the weighted sum of several scorers' rewards. As in TRL, a function that returns None has no share in
     the sum."""
     of_one = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
@@ -237,26 +227,23 @@ def _or_error(scorer: Scorer, item: ScoreItem) -> object:
         return error
 
 
-def _sum(parts: Sequence[Part], results: Sequence[object]) -> Verdict:
+def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> Verdict:
     """One verdict from those of all functions, of which some may be NotScoredError."""
-    scored: list[tuple[Part, Verdict]] = []
-    for part, result in zip(parts, results, strict=True):
+    scored: list[tuple[str, float, Verdict]] = []
+    for (metric, function, weight), result in zip(parts, results, strict=True):
         if not isinstance(result, NotScoredError):
             try:
-                scored.append((part, to_verdict(result)))
+                scored.append((metric, weight, to_verdict(result)))
             except InvalidScoreError as error:
-                raise InvalidScoreError(f"{error.kind} ({part.function})", result) from error
+                raise InvalidScoreError(f"{error.kind} ({function})", result) from error
     if not scored:
         raise NotScoredError("every reward function returned None: none of them scores this completion")
-    first = scored[0][1]
-    roles = {
-        role: sum(part.weight * each.roles.get(role, each.reward) for part, each in scored)
-        for role in {role: None for _, each in scored for role in each.roles}
-    }
-    metrics = {name: value for _, each in scored for name, value in each.metrics.items()}
-    metrics |= {part.metric: each.reward for part, each in scored}
-    reward = _number(sum(part.weight * each.reward for part, each in scored), metrics)
-    return first._replace(reward=reward, roles=roles, metrics=metrics)
+    named = {role: None for *_, each in scored for role in each.roles}
+    roles = {role: sum(weight * each.roles.get(role, each.reward) for _, weight, each in scored) for role in named}
+    metrics = {name: value for *_, each in scored for name, value in each.metrics.items()}
+    metrics |= {metric: each.reward for metric, _, each in scored}
+    reward = _number(sum(weight * each.reward for _, weight, each in scored), metrics)
+    return scored[0][2]._replace(reward=reward, roles=roles, metrics=metrics)
 
 
 def to_score(returned: object) -> tuple[float, bool]:
