@@ -316,7 +316,7 @@ def _add_options(parsers: Mapping[str, argparse.ArgumentParser], options_of: Seq
     _add_plan_arguments(parsers["plan"])
     _add_rehearse_arguments(parsers["rehearse"])
     report = parsers["report"]
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run: its run.dir")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir), or NAME=FOLDER")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
     report.add_argument("--png", type=Path, metavar="FOLDER", help="also draw the runs' pictures, in this folder")
     what = "price of one GPU-hour; overrides cluster.price_per_gpu_hour"

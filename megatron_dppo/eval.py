@@ -131,6 +131,7 @@ def _rows(problem: EvalProblem, found: EvalAnswers, index: int) -> list[AnswerRo
             "correct": answer.score.correct if answer.score else None,
             "by": list(answer.score.by) if answer.score else [],
             "reward": answer.score.reward if answer.score else None,
+            "metrics": dict(answer.score.metrics) if answer.score else {},
             "tokens": answer.tokens,
             "finish": answer.finish_reason,
             "majority": None if math.isnan(found.votes[index]) else float(found.votes[index]),

@@ -85,7 +85,7 @@ class Trainer:
         )
         self.engine = to_close.enter_context(closing(self.policy.engine()))
         self.collector = to_close.enter_context(closing(self.policy.collector(self.engine, workers, offline)))
-        verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.function: workers})
+        verifiers = open_verifiers(config, world, self.held_out, to_close, {config.reward.spec: workers})
         self.evaluator = Evaluator(config, world, self.policy.collectors(self.engine, verifiers))
         self.sampler = PromptSampler(config, self.pool)
         self.checkpoints = Checkpoints(config, world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,18 @@ def test_accuracy_and_reward_are_of_the_scored_ones_only(tokenizer: Tokenizer) -
         "eval/unscored": 2.0,
         "eval/response_len/mean": pytest.approx((8 + 9 + 8 + 8 + 11 + 11) / 6),
     }
+
+
+def test_each_data_source_has_its_accuracy_where_there_are_several(tokenizer: Tokenizer) -> None:
+    def found(*sources: str) -> dict[str, float]:
+        answers = ["score 1", "raise it", "score 0", "score 2", "score 0", "raise it too"]
+        evaluator, _ = evaluator_of(tokenizer, answers, world_of(1, 0), collect_config(max_failures=1.0))
+        pool = [dataclasses.replace(p, data_source=of) for p, of in zip(pool_of(len(answers)), sources, strict=True)]
+        metrics = evaluate(evaluator, problems_of({"a": pool[:3], "b": pool[3:]}), EvalConfig()).metrics
+        return {name: value for name, value in metrics.items() if name.startswith("eval/source/")}
+
+    assert found("x", "x", "y/z", "x", "x", "w") == {"eval/source/x": 2 / 3, "eval/source/y/z": 0.0}
+    assert found(*["x"] * 6) == {} == found(*["x", "", "x", "", "x", "x"])
 
 
 def test_nothing_scored_has_no_accuracy(tokenizer: Tokenizer) -> None:

@@ -29,18 +29,18 @@ WRITE = (".linear_proj.weight", ".linear_fc2.weight")
 
 def prompts_to_ask(parts: PolicyParts[Policy], count: int, seed: int) -> list[EvalProblem]:
     """``count`` prompts of the training pool, or all if it has fewer. Held-out problems stay for what comes after."""
-    pool, verifier = load_training_pool(parts), parts.config.reward.function
+    pool, verifier = load_training_pool(parts), parts.config.reward.spec
     chosen = np.random.default_rng(seed).permutation(len(pool))[:count].tolist()
     return [EvalProblem("", place, pool[place], verifier) for place in sorted(chosen)]
 
 
-def digest_of_task(problems: Sequence[EvalProblem], function: str) -> str:
-    """Digest of prompts with their labels, and of the file of the reward function, if it names one."""
+def digest_of_task(problems: Sequence[EvalProblem], functions: Sequence[str]) -> str:
+    """Digest of prompts with their labels, and of the files of the reward functions, if they name some."""
     asked = [(problem.prompt.token_ids.tolist(), problem.prompt.label_text) for problem in problems]
     seen = hashlib.sha256(repr(asked).encode())
-    file = Path(function.rpartition(":")[0])
-    if file.is_file():
-        seen.update(file.read_bytes())
+    for file in (Path(function.rpartition(":")[0]) for function in functions):
+        if file.is_file():
+            seen.update(file.read_bytes())
     return seen.hexdigest()
 
 
@@ -88,7 +88,7 @@ class Asking:
                 self._evaluator.check_failures([Failures(timeouts, errors, failures.tracebacks)], of_all)
         (total, count), failed = sums["rewards"].tolist(), int(sums["failures"].sum())
         if not count:
-            function = self._parts.config.reward.function
+            function = self._parts.config.reward.spec
             raise UserError("reward.function", function, "could score none of the answers", "Mend the function")
         lacks = f"without layer {', '.join(map(str, absent))}" if absent else "whole policy"
         unscored = f"; {failed} of {of_all} answers could not be scored" if failed else ""

@@ -215,7 +215,7 @@ def _compress_in_shards(chosen: argparse.Namespace, config: Config) -> None:
 
         depends_on = world.from_leader(lambda: work.depends_on(scored, others, config.model.dtype, world.layout))
         if chosen.config:
-            task = world.from_leader(lambda: digest_of_task(problems, config.reward.function))
+            task = world.from_leader(lambda: digest_of_task(problems, config.reward.functions))
             depends_on |= {"--config": str(sorted(flat(config).items())), "task of --config": task}
         cut, losses = work.score(reader, scored, others, depends_on, world, asked=len(problems) or None)
     world.from_leader(lambda: work.write(cut, losses, of_others=bool(others)))

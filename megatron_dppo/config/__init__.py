@@ -13,13 +13,13 @@ from megatron_dppo.config.loss import (
     PruningConfig,
     ScheduleConfig,
 )
+from megatron_dppo.config.reward import RewardConfig, WeightedReward
 from megatron_dppo.config.rollout import (
     ArithmeticConfig,
     BranchConfig,
     DataConfig,
     LaunchConfig,
     ReasoningGymConfig,
-    RewardConfig,
     RolloutConfig,
     SyncConfig,
     TreeConfig,

@@ -1,4 +1,4 @@
-"""Prompts, the engines that complete them, and rewards of the completions."""
+"""Prompts, and the engines that complete them."""
 
 from __future__ import annotations
 
@@ -82,20 +82,21 @@ class SourceConfig(Section):
 
 class DataConfig(Section):
     train: str | tuple[SourceConfig, ...] = "arithmetic"
-    """JSONL or parquet file of prompts; a data set of the Hugging Face hub (``openai/gsm8k:main``: its id, then its
-    configuration and its split, which may be left out where it has one, and for ``train``); ``arithmetic`` or
-    ``reasoning_gym``, which generate them; or ``verifiers``, whose environments bring them. Or several of these, each
-    with its share of every step: ``[{path: a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]``; each goes through its
-    prompts in an order and in epochs of its own."""
+    """JSONL or parquet file of prompts, or a folder of such files, which are read in the order of their names; a data
+    set of the Hugging Face hub (``openai/gsm8k:main``: its id, then its configuration and its split, which may be left
+    out where it has one, and for ``train``); ``arithmetic`` or ``reasoning_gym``, which generate them; or
+    ``verifiers``, whose environments bring them. Or several of these, each with its share of every step: ``[{path:
+    a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]``; each goes through its prompts in an order and in epochs of its
+    own."""
     rollouts: str | None = None
     """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy, which are
     trained on in the place of data.train and of the policy's own rollouts; see ``data/offline.py``. Biased: a
     bounded weight for each token, policy over behaviour, is all that corrects for the other policy. null: the policy
     rolls out."""
     eval: str | dict[str, str] | None = None
-    """Held-out prompts, a file or a data set of the hub (its split ``test`` where it names none); or several of them,
-    each by its name: ``{aime24: aime24.jsonl, …}``, whose accuracy is then ``eval/aime24``; null: the held-out problems
-    of the generator that data.train names, or no evaluation for files and for data.rollouts."""
+    """Held-out prompts, a file, a folder or a data set of the hub (its split ``test`` where it names none); or several
+    of them, each by its name: ``{aime24: aime24.jsonl, …}``, whose accuracy is then ``eval/aime24``; null: the held-out
+    problems of the generator that data.train names, or no evaluation for files and for data.rollouts."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages (also as JSON text) that ends before the answer. Dots
     reach into nested objects."""
@@ -124,39 +125,6 @@ class DataConfig(Section):
     def names(self) -> tuple[str, ...]:
         """Names in data.train, each once."""
         return (self.train,) if isinstance(self.train, str) else tuple(dict.fromkeys(each.path for each in self.train))
-
-
-class RewardConfig(Section):
-    function: str = "math"
-    """``math``, ``exact``, ``reasoning_gym`` (its tasks' own verifiers), ``verifiers`` (its environment's rubric), or a
-    function with verl's, slime's or TRL's signature as ``module:function`` or ``file.py:function``."""
-    timeout_s: Seconds = 10.0
-    """Seconds of processor time for scoring one completion, and ten times as many on the clock, for functions that wait
-    or have other processes compute; past either the worker is killed and the group leaves the step."""
-    workers: Positive = 1
-    """Worker processes per rank that generates."""
-    concurrency: Positive = 32
-    """Completions that a worker process awaits at once, if the reward function is written ``async def``, as one that
-    asks a judge by HTTP. The time limits hold for each; one that waits for too long is cancelled, and the others go on.
-    1: one after another, as other functions are called. Functions of a whole group get one group after another."""
-    memory_mib: Positive = 4096
-    """Memory of scoring beyond the reward function's imports, in MiB; past it the completion fails."""
-    thinking_tags: tuple[str, ...] = ("<think>", "</think>")
-    """The opening and the closing tag of the policy's thoughts. ``math`` and ``exact`` read the answer after the last
-    closing tag. Thoughts without an end leave no answer, and reward 0, also if the chat template opens them in the
-    prompt. []: the answer is read from the whole completion."""
-    max_failures: Share = 0.1
-    """Share of a step's completions whose scoring may fail (hang, raise, NaN) before the run stops."""
-    overlong_buffer: Count | None = None
-    """DAPO's soft penalty: over this many tokens up to the response limit the reward falls linearly by up to 1; null:
-    the objective's (dapo a fifth of the limit, grpo none)."""
-
-    @field_validator("thinking_tags")
-    @classmethod
-    def _are_two(cls, tags: tuple[str, ...]) -> tuple[str, ...]:
-        if tags and (len(tags) != 2 or not all(tags) or tags[0] == tags[1]):
-            raise ValueError("is not two different tags, the opening and the closing one")
-        return tags
 
 
 ServerKind = Literal["sglang", "vllm"]

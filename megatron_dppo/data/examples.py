@@ -47,7 +47,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file, a data set of the hub or a generator, and the setting that names it."""
+    """A file, a folder of files, a data set of the hub or a generator, and the setting that names it."""
 
     name: str
     setting: str
@@ -65,14 +65,20 @@ class Source:
         return replace(data, **{name: key for name, key in own.items() if key is not None})
 
     def files(self) -> list[Path]:
-        """Its files, in their order; of a data set of the hub after they were fetched.
+        """Its files, in their order, in a folder that of their names; of a data set of the hub after they were fetched.
 
         Raises:
-            UserError: as ``hub.data_files``.
+            UserError: as ``hub.data_files``; and for a folder without files of data.
         """
         if is_id(self.name) and not self.name.endswith(DATA_SUFFIXES):
             return data_files(self.name, self.setting, split="test" if self.setting == "data.eval" else "train")
-        return [Path(self.name)]
+        if not (folder := Path(self.name)).is_dir():
+            return [folder]
+        files = [file for file in sorted(folder.iterdir()) if file.name.endswith(DATA_SUFFIXES) and file.is_file()]
+        if not files:
+            problem, suffixes = "is a folder without files of data", ", ".join(DATA_SUFFIXES)
+            raise UserError(self.setting, self.name, problem, f"Name a folder that holds files ending in {suffixes}")
+        return files
 
 
 def sources_of(data: DataConfig, split: Split) -> list[Source]:

@@ -112,7 +112,8 @@ def store(
         key: called for each row that ``encode`` keeps.
 
     Raises:
-        UserError: as ``read_rows`` and ``encode``; and where the cache folder cannot be written to.
+        UserError: as ``read_rows`` and ``encode``; for files of several kinds, or with different columns; and where the
+            cache folder cannot be written to.
     """
     try:
         contents = [(file.suffix, file_digest(file)) for file in files]
@@ -180,7 +181,7 @@ def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode, key
 def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode, key: Key) -> dict[str, Any]:
     import pyarrow
 
-    rows, stored, longest, share, writer = 0, 0, 0, 0.0, None
+    rows, stored, longest, share, writer, schema = 0, 0, 0, 0.0, None, None
     data_sources: set[str] = set()
     with progress(f"tokenising {files[0]}", 1.0, unit="share") as advance, out.open("wb") as sink:
         for number, file in enumerate(files):
@@ -200,7 +201,11 @@ def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode, key: 
                         **{f"tokens{i}": _lists(each) for i, each in enumerate(zip(*columns, strict=True))},
                     }
                     part = pyarrow.RecordBatch.from_pydict(arrays)
-                    writer = writer or pyarrow.ipc.new_file(sink, part.schema)
+                    schema = schema or part.schema
+                    if part.schema != schema:
+                        problem = f"is of another kind than {files[0]}, or has other columns or types"
+                        raise UserError(setting, file, problem, "Write both in one form, or name them as two sources")
+                    writer = writer or pyarrow.ipc.new_file(sink, schema)
                     writer.write_batch(part)
                 share, before = (number + batch.done) / len(files), share
                 advance(share - before, f"{rows:,} rows")

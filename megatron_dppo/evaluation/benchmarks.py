@@ -29,6 +29,8 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 STEP_BY_STEP = "{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 TAKEN = frozenset({"accuracy", "reward", "unscored", ""})
 """Names of other metrics, as in ``eval/accuracy``."""
+BY_SOURCE = "source/"
+"""Beginning of the names of a data source's metrics, as in ``eval/source/gsm8k``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.benchmarks import SETTING, HeldOut, rows_of, sources
+from megatron_dppo.evaluation.benchmarks import BY_SOURCE, SETTING, HeldOut, rows_of, sources
 from megatron_dppo.evaluation.scores import mean, pass_at, per_problem_mean, powers_up_to
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
@@ -39,6 +39,8 @@ MATH = "math"
 """The verifier that can also tell whether two answers without their texts are the same."""
 MOST = 1 << 20
 """Problems of one name that have ids of their own."""
+MOST_SOURCES = 50
+"""Data sources whose accuracies are metrics of their own; of more there are none."""
 Pair = tuple[str, str]
 Same = Callable[[Sequence[Pair]], Sequence[bool]]
 """For each pair of answers whether the verifier takes the second for the first."""
@@ -54,7 +56,7 @@ class EvalProblem:
     """Its number in that file, from 0."""
     prompt: Prompt
     verifier: str
-    """The reward function that judges answers to it."""
+    """The reward function that judges answers to it: a ``RewardConfig.spec``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,17 @@ def by_name(problems: Sequence[EvalProblem]) -> dict[str, list[int]]:
     return found
 
 
+def by_source(problems: Sequence[EvalProblem]) -> dict[str, list[int]]:
+    """The indices of each data source's problems, by the source's name; without those that have none."""
+    found: dict[str, list[int]] = {}
+    for index, problem in enumerate(problems):
+        if problem.prompt.data_source:
+            found.setdefault(problem.prompt.data_source, []).append(index)
+    return found
+
+
 def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> list[EvalProblem]:
-    verifier = source.benchmark.verifier if source.benchmark else config.reward.function
+    verifier = source.benchmark.verifier if source.benchmark else config.reward.spec
     named = source.setting == SETTING
     if source.file in GENERATORS:
         data = replace(config.data, eval=None, train=source.file, rollouts=None)
@@ -355,6 +366,10 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Eval
         else:
             metrics |= {f"eval/accuracy{key}": value for key, value in figures.items() if key.startswith("-")}
         accuracies += [figures[name]] if name in figures else []
+    groups = by_source(problems)
+    for name, mine in groups.items() if 1 < len(groups) <= MOST_SOURCES else ():
+        correct = [_is_right(answer) for index in mine for answer in found.answers[index] if answer.score]
+        metrics |= {f"eval/{BY_SOURCE}{name}": sum(correct) / len(correct)} if correct else {}
     if accuracies:  # of nothing there is no accuracy, not even 0
         metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["eval/reward"] = sum(rewards) / len(rewards)

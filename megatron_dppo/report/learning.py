@@ -7,7 +7,7 @@ from math import sqrt
 
 import numpy as np
 
-from megatron_dppo.evaluation.benchmarks import TAKEN
+from megatron_dppo.evaluation.benchmarks import BY_SOURCE, TAKEN
 from megatron_dppo.report.parts import Chapter, Form, Note, Part, Plot, Plots, Table, titled
 from megatron_dppo.report.plot import Line, line_plot, say
 from megatron_dppo.report.run import RunRecord
@@ -149,9 +149,9 @@ def _unit(longest: float) -> tuple[float, str]:
 
 
 def _by_file(runs: Sequence[RunRecord]) -> list[Table]:
-    """Where the run is held against several files: each one's accuracy, first and last."""
+    """Where the run is held against several files or data sources: each one's accuracy, first and last."""
     keys = {key.removeprefix("eval/") for run in runs for row in run.rows for key in row if key.startswith("eval/")}
-    names = sorted(name for name in keys if "/" not in name and name not in TAKEN)
+    names = sorted(name for name in keys if ("/" not in name and name not in TAKEN) or name.startswith(BY_SOURCE))
     rows = [[name, *(_first_last(run, name) for run in runs)] for name in names]
     return [Table(["held out, first → last", *(run.name for run in runs)], rows)] if rows else []
 

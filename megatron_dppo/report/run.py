@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path, PurePath
@@ -58,6 +58,8 @@ class RunRecord:
     """When its last row of metrics was."""
     left_out: Sequence[str]
     """Files with lines that cannot be read, and how many; the last line of a killed run is not one."""
+    group: str = ""
+    """Name that the user gave it, alone or with other runs; empty: none."""
 
     @property
     def colour(self) -> str:
@@ -131,11 +133,24 @@ def is_number(value: Any) -> TypeGuard[float]:
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     """The runs in these folders, in this order.
 
+    Args:
+        folders: each with ``NAME=`` before it, or without. Runs of one name are a group.
+
     Raises:
         UserError: naming the first folder that holds neither a run nor results of an evaluation.
     """
-    named = zip(folders, _names(folders), strict=True)
-    return [read_run(folder, name, number) for number, (folder, name) in enumerate(named)]
+    groups, places = zip(*map(_group_and_place, folders), strict=True) if folders else ((), ())
+    found = []
+    for number, (group, place, name) in enumerate(zip(groups, places, _names(places), strict=True)):
+        if group:
+            name = group if groups.count(group) == 1 else f"{group}: {name}"
+        found.append(replace(read_run(place, name, number), group=group))
+    return found
+
+
+def _group_and_place(folder: Path) -> tuple[str, Path]:
+    name, given, place = str(folder).partition("=")
+    return (name, Path(place)) if given and not folder.exists() else ("", folder)
 
 
 def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:

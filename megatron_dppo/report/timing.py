@@ -216,7 +216,7 @@ class Arm:
     """``Arm("pruned-1", {1: "pruned-1", 2: "pruned-2"})`` has two seeds."""
 
     first: str
-    """Name of its first run."""
+    """Name of its group, or else of its first run."""
     runs: Mapping[int, str]
     """Names by seed."""
 
@@ -240,20 +240,22 @@ class Ratio:
 
 
 def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
-    """The runs by arm, in their order. Two runs of the same seed are never in one arm. If all runs would make one arm,
-    each is an arm of its own, so that there is something to compare."""
+    """The runs by arm, in their order: those of one group, or, without groups, those that differ by their seed alone.
+    Two runs of the same seed are never in one arm. If all runs would make one arm, each is an arm of its own, so that
+    there is something to compare."""
     found: list[tuple[RunRecord, dict[int, str]]] = []
     for run in runs:
         seed = int(run.setting(SEED))
         for other, of in found:
-            if run.config and seed not in of and {change.key for change in changes(run.config, other.config)} <= {SEED}:
+            alike = run.config and {change.key for change in changes(run.config, other.config)} <= {SEED}
+            if seed not in of and (run.group == other.group if run.group or other.group else alike):
                 of[seed] = run.name
                 break
         else:
             found.append((run, {seed: run.name}))
     if len(found) == 1:
         return [Arm(run.name, {int(run.setting(SEED)): run.name}) for run in runs]
-    return [Arm(run.name, of) for run, of in found]
+    return [Arm(run.group or run.name, of) for run, of in found]
 
 
 def ratios(arms: Sequence[Arm], seconds: Mapping[str, float]) -> Iterator[tuple[Arm, float, Ratio | None]]:

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_dppo.plugins import Arguments, Sample
+from megatron_dppo.rl.numbers import as_number
 
 if TYPE_CHECKING:
     from megatron_dppo.rl.types import Label, Prompt  # imports NumPy
@@ -128,6 +130,13 @@ class GroupScoresError(ValueError):
         super().__init__(f"the reward function returned {returned} for a group of {wanted} completions")
 
 
+class Logged(NamedTuple):
+    """The result of a function that has logged metrics of a completion."""
+
+    returned: Any
+    metrics: Mapping[str, float]
+
+
 class NotScoredError(ValueError):
     """A function of TRL's form returned None: it says that the completion is not its to score."""
 
@@ -167,17 +176,15 @@ def _check(signature: inspect.Signature, call: str, *by_position: Any, **by_keyw
         raise UnfitFunctionError(f"cannot be called with {call} ({error})") from error
 
 
-def _scorer(
-    function: RewardFunction, call: Callable[[ScoreItem], Any], read: Callable[[Any], Any] = lambda score: score
-) -> Scorer:
-    """Scorer by ``call``, whose result, returned or awaited, ``read`` takes."""
+def _scorer(function: RewardFunction, call: Callable[[ScoreItem], Any]) -> Scorer:
+    """Scorer by ``call``, which calls ``function``."""
 
     async def begin(item: ScoreItem) -> Any:
-        return read(await call(item))
+        return await call(item)
 
     if any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))):  # noqa: B004
         return AsyncScorer(begin)
-    return lambda item: read(_awaited(call(item)))
+    return lambda item: _awaited(call(item))
 
 
 def _from_verl(function: RewardFunction) -> Scorer:
@@ -213,16 +220,27 @@ def _from_trl(function: RewardFunction, parameters: Mapping[str, inspect.Paramet
         given["prompts"] = [item.asked]
         given["completions"] = [[{"role": "assistant", "content": item.solution}] if chat else item.solution]
         given["completion_ids"] = [list(item.token_ids)]
-        given |= {"log_extra": _not_logged, "log_metric": _not_logged}
-        return function(**{name: value for name, value in given.items() if takes_all or name in parameters})
+        logged: dict[str, list[float]] = {}
 
-    def only(returned: Any) -> Any:
-        (reward,) = returned
-        if reward is None:
-            raise NotScoredError("the reward function returned None: it does not score this completion")
-        return reward
+        def log_metric(name: str, value: Any) -> None:
+            logged.setdefault(str(name), []).append(math.nan if (number := as_number(value)) is None else number)
 
-    return _scorer(function, call, only)
+        given |= {"log_extra": _not_logged, "log_metric": log_metric}
+        returned = function(**{name: value for name, value in given.items() if takes_all or name in parameters})
+        return _only_later(returned, logged) if inspect.isawaitable(returned) else _only(returned, logged)
+
+    return _scorer(function, call)
+
+
+def _only(returned: Any, logged: Mapping[str, Sequence[float]]) -> Any:
+    (reward,) = returned
+    if reward is None:
+        raise NotScoredError("the reward function returned None: it does not score this completion")
+    return Logged(reward, {name: sum(values) / len(values) for name, values in logged.items()}) if logged else reward
+
+
+async def _only_later(awaitable: Awaitable[Any], logged: Mapping[str, Sequence[float]]) -> Any:
+    return _only(await awaitable, logged)
 
 
 def columns_wanted(function: RewardFunction) -> list[str]:
@@ -241,7 +259,7 @@ def columns_wanted(function: RewardFunction) -> list[str]:
 
 
 def _not_logged(*_: Any, **__: Any) -> None:
-    """In place of TRL's functions for columns and metrics of a function's own."""
+    """In place of TRL's function for columns of a function's own."""
 
 
 def _awaited(returned: Any) -> Any:

@@ -10,13 +10,17 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import load_function
 from megatron_dppo.rewards.adapters import (
+    AsyncScorer,
     GroupScorer,
+    Logged,
+    NotScoredError,
     RewardFunction,
     ScoreItem,
     Scorer,
@@ -36,6 +40,8 @@ BUILTIN = {
 }
 OF_TEXT = ("math", "exact")
 """Those that compare an answer with the label, letter by letter or as mathematics."""
+VERDICT = ("score", "acc", "pred", "by", "roles")
+"""Keys of a mapping that have a meaning; its other numbers are metrics."""
 LARGEST = 1e9
 """Largest reward, on either side of 0. Squares of far larger ones overflow in advantages and gradients, where the
 learning rate would be blamed."""
@@ -54,20 +60,28 @@ class InvalidScoreError(ValueError):
         super().__init__(f"the reward function returned {kind}: {value!r:.200}")
 
 
+def parts_of(spec: str) -> list[tuple[str, str, float]]:
+    """The functions of a run's ``RewardConfig.spec``: each function's metric (empty for the only one), name, weight."""
+    return [(*each,) for each in json.loads(spec)] if spec.startswith('[["') else [("", spec, 1.0)]
+
+
 def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer | GroupScorer:
-    """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
+    """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``; of
+    several the weighted sum.
 
     Modules are looked for in the working directory too; a file can import its neighbours. What is returned takes one
     :class:`~megatron_dppo.rewards.adapters.ScoreItem`, whichever trainer the function was written for, or those of all
     completions of a prompt.
 
     Args:
-        spec: ``reward.function``.
+        spec: of the run's ``RewardConfig``.
         thinking_tags: ``reward.thinking_tags``, for ``math`` and ``exact``.
 
     Raises:
         UserError: if it cannot be found, imported or called so.
     """
+    if (parts := parts_of(spec))[0][0]:
+        return _weighted(parts, [resolve(function, thinking_tags) for _, function, _ in parts])
     if spec not in BUILTIN and not all(spec.rpartition(":")):
         likely = get_close_matches(spec, BUILTIN, 1)
         if spec.endswith(".py"):
@@ -90,13 +104,14 @@ def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
     """Find out before anything is generated whether a built-in verifier can compare answers with these labels.
 
     Args:
-        spec: ``reward.function``.
+        spec: of the run's ``RewardConfig``.
         labels: each with its file and row.
 
     Raises:
         UserError: for the first that it cannot; names the row.
     """
-    for place, label in labels if spec in OF_TEXT else ():
+    of_text = [function for _, function, _ in parts_of(spec) if function in OF_TEXT]
+    for (place, label), spec in product(labels, of_text):
         try:
             text = label_text(label)
         except ValueError as error:
@@ -112,19 +127,20 @@ def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -
     """Find out before anything is generated whether rows have the columns that a function of TRL's form is called with.
 
     Args:
-        spec: ``reward.function``.
+        spec: of the run's ``RewardConfig``.
         rows: each with its file and number, and its columns as the function is given them.
 
     Raises:
         UserError: for the first row that lacks one.
     """
-    wanted = [] if spec in BUILTIN else columns_wanted(load_function(SETTING, spec))
-    for place, columns in rows if wanted else ():
-        if lacking := [name for name in wanted if name not in columns]:
-            problem = (
-                f"is called with the column {lacking[0]!r}, which {place} does not have (it has {', '.join(columns)})"
-            )
-            raise UserError(SETTING, spec, problem, "Add the column, or give the parameter a default or another name")
+    for _, name, _ in parts_of(spec):
+        wanted = [] if name in BUILTIN else columns_wanted(load_function(SETTING, name))
+        for place, columns in rows if wanted else ():
+            if lacking := next((each for each in wanted if each not in columns), None):
+                has = f"{place} does not have (it has {', '.join(columns)})"
+                problem = f"is called with the column {lacking!r}, which {has}"
+                remedy = "Add the column, or give the parameter a default or another name"
+                raise UserError(SETTING, name, problem, remedy)
 
 
 def label_text(label: object) -> str:
@@ -146,6 +162,88 @@ def _of_text(function: RewardFunction, tags: Sequence[str]) -> Scorer:
         return function(item.data_source, item.solution, label, prompt=item.rendered, thinking_tags=tags)
 
     return compare
+
+
+class Verdict(NamedTuple):
+    """A function's result for one completion, in the order of the fields of :class:`~megatron_dppo.rl.types.Score`."""
+
+    reward: float
+    correct: bool
+    answer: str | None
+    by: tuple[str, ...]
+    roles: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+
+def to_verdict(returned: object) -> Verdict:
+    """Read a function's result. Its metrics are those that it has logged, and the further numbers of a mapping; values
+    that are not finite are left out.
+
+    Raises:
+        InvalidScoreError: as ``to_score``.
+    """
+    if isinstance(returned, Verdict):
+        return returned
+    returned, logged = returned if isinstance(returned, Logged) else (returned, {})
+    found = {**logged, **(returned if isinstance(returned, Mapping) else {})}
+    numbers = {str(name): as_number(value) for name, value in found.items() if name not in VERDICT or name in logged}
+    metrics = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
+    return Verdict(*to_score(returned), *details(returned), role_rewards(returned), metrics)
+
+
+def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer | GroupScorer]) -> Scorer | GroupScorer:
+    """Scorer by the weighted sum of several scorers' rewards. As in TRL, a function that returns None has no share in
+    the sum."""
+    of_one = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
+    if len(of_one) < len(scorers):
+
+        def of_group(items: Sequence[ScoreItem]) -> list[Verdict]:
+            results = [
+                scorer(items) if isinstance(scorer, GroupScorer) else [_or_error(scorer, item) for item in items]
+                for scorer in scorers
+            ]
+            return [_sum(parts, each) for each in zip(*results, strict=True)]
+
+        return GroupScorer(of_group)
+    if any(isinstance(scorer, AsyncScorer) for scorer in of_one):
+
+        async def begin(item: ScoreItem) -> Verdict:
+            results: list[object] = []
+            for scorer in of_one:  # one after another: only steps of this very task count as processor time
+                try:
+                    results.append(await scorer.begin(item) if isinstance(scorer, AsyncScorer) else scorer(item))
+                except NotScoredError as error:
+                    results.append(error)
+            return _sum(parts, results)
+
+        return AsyncScorer(begin)
+    return lambda item: _sum(parts, [_or_error(scorer, item) for scorer in of_one])
+
+
+def _or_error(scorer: Scorer, item: ScoreItem) -> object:
+    try:
+        return scorer(item)
+    except NotScoredError as error:
+        return error
+
+
+def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> Verdict:
+    """One verdict from those of all functions, of which some may be NotScoredError."""
+    scored: list[tuple[str, float, Verdict]] = []
+    for (metric, function, weight), result in zip(parts, results, strict=True):
+        if not isinstance(result, NotScoredError):
+            try:
+                scored.append((metric, weight, to_verdict(result)))
+            except InvalidScoreError as error:
+                raise InvalidScoreError(f"{error.kind} ({function})", result) from error
+    if not scored:
+        raise NotScoredError("every reward function returned None: none of them scores this completion")
+    named = {role: None for *_, each in scored for role in each.roles}
+    roles = {role: sum(weight * each.roles.get(role, each.reward) for _, weight, each in scored) for role in named}
+    metrics = {name: value for *_, each in scored for name, value in each.metrics.items()}
+    metrics |= {metric: each.reward for metric, _, each in scored}
+    reward = _number(sum(weight * each.reward for _, weight, each in scored), metrics)
+    return scored[0][2]._replace(reward=reward, roles=roles, metrics=metrics)
 
 
 def to_score(returned: object) -> tuple[float, bool]:

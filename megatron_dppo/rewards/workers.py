@@ -111,7 +111,7 @@ class RewardWorkers:
         """Start the workers, without waiting for their imports.
 
         Args:
-            spec: ``reward.function``.
+            spec: of the run's ``RewardConfig``.
             workers: processes.
             timeout_s: processor time for one completion, in seconds; a tenth of what it may take on the clock. A
                 function of groups has as much for each completion of a group.
@@ -164,7 +164,7 @@ class RewardWorkers:
     def of(cls, reward: RewardConfig, function: str | None = None) -> RewardWorkers:
         """The workers that a run's settings ask for, of their function or another one."""
         return cls(
-            function or reward.function,
+            function or reward.spec,
             workers=reward.workers,
             timeout_s=reward.timeout_s,
             memory_mib=reward.memory_mib,

@@ -152,6 +152,8 @@ class Score:
     """The equivalences by which the answer is equal to the label, where the verifier tells them."""
     roles: Mapping[str, float] = field(default_factory=dict)
     """Rewards of the roles of a conversation; a role that is not here has ``reward``."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to log: the rewards of several functions, and those that a function returns or logs besides."""
 
 
 @dataclass(frozen=True, slots=True)

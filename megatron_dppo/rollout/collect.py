@@ -34,6 +34,8 @@ from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
 
+SUM, COUNT = "logged/", "logs/"
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
@@ -47,7 +49,8 @@ class RolloutBatch:
     counts: Sequence[Mapping[str, float]]
     """Sums over the groups of each rank. ``negative_logprob`` is −Σ log p over all sampled tokens, which estimates
     their entropy without bias; ``unique_tokens`` counts tokens that completions of a tree share once; ``failed_weight``
-    is Σ 1/π over the prompts whose scoring failed."""
+    is Σ 1/π over the prompts whose scoring failed; ``logged/NAME`` and ``logs/NAME`` are the sum and the number of the
+    values of a reward function's metric."""
     failures: Failures
     """Failures of all ranks."""
 
@@ -234,7 +237,7 @@ class Collector:
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
     def _check_roles(self, answers: ScoredCompletions) -> None:
-        roles, function = self._config.rollout.roles, self._config.reward.function
+        roles, function = self._config.rollout.roles, self._config.reward.spec
         if any(completion.segments is None for group in answers.completions for completion in group):
             problem = "want to know who said what, and a completion came without"
             raise UserError("rollout.roles", list(roles), problem, "Have the engine's conversations say it")
@@ -249,6 +252,7 @@ class Collector:
         """This rank's groups, their metadata, and what is counted of them (see :class:`RolloutBatch`)."""
         rollout = self._config.rollout
         groups, inclusion, raw, correct, failed = [], [], 0.0, 0, []
+        logged: dict[str, list[float]] = {}
         of_roles: list[Floats] = []
         every = zip(answers.prompts, inclusions, answers.completions, answers.scores, strict=True)
         for prompt, pi, completions, scores in every:
@@ -259,6 +263,8 @@ class Collector:
             rewards = np.array([score.reward for score in known])
             raw += rewards.sum()
             correct += sum(score.correct for score in known)
+            for name, value in (pair for score in known for pair in score.metrics.items()):
+                logged.setdefault(name, []).append(value)
             penalty = self._penalty(prompt, completions)
             groups.append(Group(prompt, completions, rewards + penalty))
             inclusion.append(pi)
@@ -276,6 +282,8 @@ class Collector:
             "failed_weight": sum(1.0 / pi for pi in failed),
             "failed_groups": len(failed),
         }
+        counts |= {f"{SUM}{name}": sum(values) for name, values in logged.items()}
+        counts |= {f"{COUNT}{name}": len(values) for name, values in logged.items()}
         return groups, metadata, {name: float(value) for name, value in counts.items()}
 
     def _penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
@@ -288,7 +296,9 @@ class Collector:
     def _metrics(
         self, counts: Sequence[Mapping[str, float]], failures: Failures, metadata: StepMetadata
     ) -> dict[str, float]:
-        total = {name: sum(each[name] for each in counts) for name in counts[0]}
+        names = sorted({name for each in counts for name in each})
+        total = {name: sum(each.get(name, 0.0) for each in counts) for name in names}
+        logged = [name.removeprefix(SUM) for name in names if name.startswith(SUM)]
         lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
@@ -305,6 +315,7 @@ class Collector:
             "rollout/entropy": total["negative_logprob"] / max(sampled, 1.0),
             "rollout/dropped_groups": total["failed_groups"],
             **mean_role_rewards(metadata, self._config.rollout.roles),
+            **{f"reward/{name}": total[f"{SUM}{name}"] / total[f"{COUNT}{name}"] for name in logged},
             "reward/timeouts": float(failures.timeouts),
             "reward/errors": float(failures.errors),
         }

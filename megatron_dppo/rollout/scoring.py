@@ -148,4 +148,4 @@ def check_failures(reward: RewardConfig, parts: Sequence[Failures], total: int) 
         "allows" + (f"; the first failure:\n{first}" if first else "")
     )
     remedy = "Mend the function, or raise reward.timeout_s or reward.max_failures"
-    raise UserError("reward.function", reward.function, problem, remedy)
+    raise UserError("reward.function", reward.spec, problem, remedy)

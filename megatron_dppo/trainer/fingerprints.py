@@ -80,8 +80,7 @@ def fingerprints(config: Config, given: Mapping[str, str | None] | None = None) 
             found[f"data.verifiers.environment: {name}"] = _environment(name)
         for setting, folder, checkpoint in _models(config):
             found |= {f"{setting}: {name}": digest for name, digest in _policy(folder, checkpoint).items()}
-        for setting in FUNCTIONS:
-            spec = attrgetter(setting)(config)
+        for setting, spec in _functions(config):
             if given and setting in given:
                 found |= {f"{setting}: {name}": digest for name, digest in _given(spec, given[setting])}
             elif (file := file_of(spec)) is not None:
@@ -95,8 +94,7 @@ def fingerprints(config: Config, given: Mapping[str, str | None] | None = None) 
 def functions_without_text(config: Config) -> list[str]:
     """Functions that were given from Python, which does not have their text, as ``SETTING: FUNCTION``."""
     found = []
-    for setting in FUNCTIONS:
-        spec = attrgetter(setting)(config)
+    for setting, spec in _functions(config):
         file = file_of(spec)
         if file is not None and file.with_suffix(PICKLED).is_file() and not file.with_suffix(TEXT).is_file():
             found.append(f"{setting}: {spec.rpartition(':')[2]}")
@@ -114,6 +112,15 @@ def difference(name: str, before: str | None, now: str | None) -> str:
     rows = range(0, max(len(before), len(now)), ROW_DIGITS)
     first = next(at for at in rows if before[at : at + ROW_DIGITS] != now[at : at + ROW_DIGITS]) // ROW_DIGITS
     return f"{name} has changed, and row {first + 1} is the first that differs"
+
+
+def _functions(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings and the functions that they name; of several reward functions each."""
+    for setting in FUNCTIONS:
+        if isinstance(named := attrgetter(setting)(config), str):
+            yield setting, named
+        elif named is not None:
+            yield from ((f"{setting}[{number}]", each.function) for number, each in enumerate(named))
 
 
 def _data(config: Config) -> Iterator[tuple[str, Source]]:

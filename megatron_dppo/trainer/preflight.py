@@ -125,7 +125,8 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
 def _checks_of_surroundings(config: Config, command: Command) -> Iterator[Check]:
     yield partial(_check_data, config, command)
     if command != "sft":
-        yield partial(_check_reward, config.reward.function)
+        for function in config.reward.functions:
+            yield partial(_check_reward, function)
     if command == "train":
         yield partial(check_loggers, config.run.loggers)
 
@@ -151,11 +152,11 @@ def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
 
 
 def _check_columns(config: Config) -> None:
-    resolve(config.reward.function)
-    for source in sources_of(config.data, "train") if config.reward.function not in BUILTIN else ():
+    resolve(config.reward.spec)
+    for source in sources_of(config.data, "train") if {*config.reward.functions} - {*BUILTIN} else ():
         if source.setting == "data.train" and not are_stored(source):
             examples = read_examples(source, config.data, "train")
-            check_columns(config.reward.function, [(example.row.place, example.extra) for example in examples])
+            check_columns(config.reward.spec, [(example.row.place, example.extra) for example in examples])
 
 
 def _environments_problems(data: DataConfig) -> Iterator[Mapping[str, object]]:
@@ -245,17 +246,15 @@ def _check_data(config: Config, command: Command) -> None:
         remedy = f"Name some with --benchmarks: {', '.join(KNOWN)}, or NAME=FILE"
         raise UserError("eval.benchmarks", "[]", "names nothing to evaluate on, and data.eval does not either", remedy)
     for source in held_out:
-        if (
-            source.name
-            and source.file not in GENERATORS
-            and not (Path(source.file).is_file() or (is_id(source.file) and source.setting != SETTING))
-        ):
+        place, may_be_several = Path(source.file), source.setting != SETTING
+        known = place.is_file() or (may_be_several and (place.is_dir() or is_id(source.file)))
+        if source.name and source.file not in GENERATORS and not known:
             columns = f"the columns {config.data.prompt_key} and {config.data.label_key}"
             remedy = f"Put its problems there, one JSON object a line with {columns}, or leave {source.name} out"
             raise UserError(source.setting, source.file, "is no file", remedy)
         if source.setting == SETTING and source.file not in GENERATORS:
             rows, data = rows_of(source, config.data)
-            verifier = source.benchmark.verifier if source.benchmark else config.reward.function
+            verifier = source.benchmark.verifier if source.benchmark else config.reward.spec
             _check_labels(verifier, [example_of(row, data) for row in rows[: config.eval.problems]])
         else:
             _check_file(Source(source.file, source.setting), config, command)
@@ -271,7 +270,7 @@ def _check_file(source: Source, config: Config, command: Command) -> None:
         config.loss.distillation.check_sources(example.data_source for example in examples)
     if command != "sft" and source.setting != "data.rollouts":
         wanted = len(examples) if source.setting == "data.train" else config.eval.problems
-        _check_labels(config.reward.function, examples[:wanted])
+        _check_labels(config.reward.spec, examples[:wanted])
 
 
 def prepare_data(config: Config, command: Command) -> None:
@@ -291,10 +290,10 @@ def prepare_data(config: Config, command: Command) -> None:
 
 def label_check(config: Config) -> LabelCheck:
     """Check for the labels of the training data."""
-    function = config.reward.function
-    if config.data.rollouts is not None or function not in OF_TEXT:
+    spec = config.reward.spec
+    if config.data.rollouts is not None or not {*config.reward.functions} & {*OF_TEXT}:
         return NO_CHECK
-    return LabelCheck(function, partial(check_labels, function))
+    return LabelCheck(spec, partial(check_labels, spec))
 
 
 def _check_labels(verifier: str, examples: Sequence[Example]) -> None:

@@ -216,7 +216,7 @@ def idle_settings(config: Config) -> list[str]:
     values = dict(config.leaves())
     changed = [key for key, setting in settings().items() if values[key] != setting.default]
     found = [key for key in changed if key.startswith(idle) and not key.endswith(".rule")]
-    if "reward.concurrency" in changed and not isinstance(resolve(config.reward.function), AsyncScorer):
+    if "reward.concurrency" in changed and not isinstance(resolve(config.reward.spec), AsyncScorer):
         found.append("reward.concurrency")
     return found + (["run.keep_best"] if _best_is_never_saved(config) else [])
 

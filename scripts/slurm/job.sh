@@ -7,8 +7,13 @@
 # rollout server for each task of the second component, if there is one. From the environment that submits:
 #
 #   PYTHON            what has the trainer's packages (default: .venv where the job runs, or python3)
-#   CONTAINER         image in which all steps run (Pyxis); SERVER_CONTAINER: another one for the servers
-#   CONTAINER_MOUNTS  what containers see besides the folder where the job runs, as /from:/to,/from:/to
+#   CONTAINER         image in which all steps run: a .sif file by Apptainer, any other by Pyxis; SERVER_CONTAINER:
+#                     another one for the servers
+#   CONTAINER_MOUNTS  what containers see besides the folder where the job runs, and those of CONFIG and PROLOGUE,
+#                     as /from:/to,/from:/to
+#   PROLOGUE          a file of bash, sourced in each task before its program: modules, exports. With Pyxis it is
+#                     sourced in the container, else before one
+#   HEALTH_CHECK      1: look at the GPUs of all nodes, and add up a tensor over all ranks, before anything starts
 #
 # Exit codes: 0 done; 2 the user's to mend; 1 a crash; 75 saved, to be submitted again; 128+n ended by signal n.
 set -uo pipefail
@@ -68,28 +73,49 @@ export MASTER_ADDR PYTHONUNBUFFERED=1
 
 # --- the steps ------------------------------------------------------------------------------------------------------
 
+prologue=()
+if [ -n "${PROLOGUE:-}" ]; then
+    [ -r "$PROLOGUE" ] || end_with 2 "error: PROLOGUE = $PROLOGUE: there is no such file, or it cannot be read"
+    PROLOGUE=$(realpath "$PROLOGUE")
+    # shellcheck disable=SC2016 # the inner bash expands it
+    prologue=(bash -c 'source "$0" || { echo "error: PROLOGUE = $0: ended with exit code $?" >&2; exit 2; }; exec "$@"'
+        "$PROLOGUE")
+fi
+mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}
+outside() { [ -f "$1" ] && [[ $(realpath "$1") != "$(realpath .)"/* ]]; } # FILE: of the folder where the job runs
+outside "$config" && settings[0]=$(realpath "$config")
+for file in "${settings[0]}" "${PROLOGUE:-}"; do
+    outside "$file" && mounts+=,$(dirname "$file"):$(dirname "$file")
+done
 python=${PYTHON:-$([ -x .venv/bin/python ] && [ -z "${CONTAINER:-}" ] && echo .venv/bin/python || echo python3)}
 
-in_container() { # IMAGE: the flags for steps that run in it, in the array `inside`
-    inside=()
-    [ -z "$1" ] || inside=(--container-image="$1" --container-workdir="$PWD"
-        --container-mounts="$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+in_container() { # IMAGE: for steps that run in it: flags of srun in the array `inside`, first words in `within`
+    inside=() within=("${prologue[@]}")
+    case $1 in
+    '') ;;
+    *.sif) within+=(apptainer exec --nv --pwd "$PWD" --bind "$mounts" "$1") ;;
+    *) inside=(--container-image="$1" --container-workdir="$PWD" --container-mounts="$mounts") ;;
+    esac
 }
 
 # A step ends when a rank does: of the others, those that hang in a collective are ended a minute later.
 train() {
     in_container "${CONTAINER:-}"
-    exec "${on_actors[@]}" "${each_step[@]}" --wait=60 --kill-on-bad-exit=0 "${inside[@]}" \
+    exec "${on_actors[@]}" "${each_step[@]}" --wait=60 --kill-on-bad-exit=0 "${inside[@]}" "${within[@]}" \
         "$python" -m megatron_dppo train "${settings[@]}" </dev/null
 }
 serve() {
     in_container "${SERVER_CONTAINER:-${CONTAINER:-}}"
-    exec "${on_servers[@]}" "${each_step[@]}" --kill-on-bad-exit=1 "${inside[@]}" \
+    exec "${on_servers[@]}" "${each_step[@]}" --kill-on-bad-exit=1 "${inside[@]}" "${within[@]}" \
         "$python" -m megatron_dppo serve "${settings[@]}" </dev/null
+}
+health() { # ADDRESS SRUN…: of the nodes of these steps
+    MASTER_ADDR=$1 "${@:2}" "${each_step[@]}" --kill-on-bad-exit=1 "${inside[@]}" "${within[@]}" \
+        "$python" -m megatron_dppo.launch.health </dev/null
 }
 check() { # prints how far the run is: RUN.DIR: 30 of 100 steps are done
     in_container "${CONTAINER:-}"
-    "${on_actors[@]}" "${each_step[@]}" --nodes=1 --ntasks=1 --ntasks-per-node=1 "${inside[@]}" \
+    "${on_actors[@]}" "${each_step[@]}" --nodes=1 --ntasks=1 --ntasks-per-node=1 "${inside[@]}" "${within[@]}" \
         "$python" -m megatron_dppo train "${settings[@]}" --check "$ranks" </dev/null | tail -n 1 # containers may greet
 }
 
@@ -98,11 +124,18 @@ check() { # prints how far the run is: RUN.DIR: 30 of 100 steps are done
 for name in CONTAINER SERVER_CONTAINER; do
     image=${!name:-}
     [ -n "$image" ] || continue
-    case $image in /* | ./* | ../*) [ -e "$image" ] || end_with 2 "error: $name = $image: there is no such file" ;; esac
+    case $image in /* | ./* | ../* | *.sif)
+        [ -e "$image" ] || end_with 2 "error: $name = $image: there is no such file" ;;
+    esac
+    if [[ $image = *.sif ]]; then
+        "${prologue[@]}" bash -c 'command -v apptainer' >/dev/null ||
+            end_with 2 "error: $name = $image: there is no apptainer on the path; PROLOGUE can load it"
+        continue
+    fi
     srun --help | grep -q container-image ||
         end_with 2 "error: $name = $image: this cluster's srun knows no --container-image, since it lacks Pyxis"
 done
-if [ -z "${CONTAINER:-}" ] && ! "$python" -c 'import megatron_dppo.settings'; then
+if [ -z "${CONTAINER:-}" ] && ! "${prologue[@]}" "$python" -c 'import megatron_dppo.settings'; then
     end_with 2 "error: PYTHON = $python: cannot import megatron_dppo: set PYTHON to an interpreter that can, or CONTAINER (docs/gpu.md installs both)"
 fi
 
@@ -115,6 +148,18 @@ code=$?
 [ $code = 0 ] || end_with $code "ended with exit code $code before anything was started: the reason is above"
 say "settings: $before"
 run_dir=${before%: *}
+
+if [ "${HEALTH_CHECK:-0}" != 0 ]; then
+    say "health: of $ranks ranks on $actor_nodes"
+    in_container "${CONTAINER:-}"
+    health "$MASTER_ADDR" "${on_actors[@]}" || end_with 1 "ended before anything was started: the fault is above"
+    if [ -n "$server_nodes" ]; then
+        say "health: of $server_nodes"
+        in_container "${SERVER_CONTAINER:-${CONTAINER:-}}"
+        health "$(address "${server_nodes%% *}")" "${on_servers[@]}" ||
+            end_with 1 "ended before anything was started: the fault is above"
+    fi
+fi
 
 stop_asked='' cancelled='' actors='' servers=''
 trap 'stop_asked=1' USR1

@@ -87,6 +87,35 @@ def test_parquet_in_verls_form_is_read(tokenizer: Tokenizer, tmp_path: Path) -> 
     assert (pool[1].label, pool[1].data_source, pool[1].extra) == ("34", "math_dapo", {"index": "a7"})
 
 
+def test_a_folder_is_read_file_by_file_in_the_order_of_names(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def rows(*prompts: str) -> list[dict[str, str]]:
+        return [{"prompt": prompt, "label": "1"} for prompt in prompts]
+
+    (folder := tmp_path / "rows").mkdir()
+    for number in (2, 0):
+        table = pyarrow.Table.from_pylist(rows(f"{number}a", f"{number}b"))
+        pyarrow.parquet.write_table(table, folder / f"part-0000{number}.parquet")
+    (folder / "part-00001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows("1a")))
+    for name in ("_SUCCESS", ".part-00000.parquet.crc", "README.md"):
+        (folder / name).write_text("no data")
+    (folder / "deeper.parquet").mkdir()
+    for split in ("train", "eval"):
+        pool = load_prompts(DataConfig(**{split: str(folder)}), tokenizer, split=split)
+        assert [prompt.asked for prompt in pool] == ["0a", "0b", "1a", "2a", "2b"]
+        assert pool[4].place == f"{folder}/part-00002.parquet, row 2"
+    answers = load_worked_answers(DataConfig(train=str(folder)), tokenizer)
+    assert len(answers) == 5
+
+
+@pytest.mark.parametrize("setting", ["train", "eval"])
+def test_a_folder_without_data_is_refused_by_its_name(tokenizer: Tokenizer, tmp_path: Path, setting: str) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UserError) as refused:
+        load_prompts(DataConfig(**{setting: str(tmp_path)}), tokenizer, split=setting)
+    assert (refused.value.setting, refused.value.value) == (f"data.{setting}", str(tmp_path))
+    assert "is a folder without files of data" in refused.value.problem and ".parquet" in refused.value.remedy
+
+
 def test_json_list_is_read_and_a_dot_in_a_columns_own_name_wins(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([{"prompt": "a", "x.y": "literal", "x": {"y": "nested"}}]))

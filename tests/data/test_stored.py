@@ -88,6 +88,24 @@ def test_stored_prompts_are_those_in_memory(
     assert (name, pool.dropped, len(pool)) in (("rows.jsonl", 1, 3), ("rows.parquet", 0, 3))
 
 
+def test_stored_prompts_of_a_folder_are_those_in_memory(
+    tokenizer: Tokenizer, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "rows").mkdir()
+    for name, rows in (("b.parquet", TYPED), ("a.parquet", TYPED[:1])):
+        write(folder / name, rows)
+    data = DataConfig(train=str(folder))
+    in_memory = load_prompts(data, tokenizer, split="train")
+    monkeypatch.setattr(stored, "LARGE", 0)
+    pool = load_prompts(data, tokenizer, split="train")
+    assert fields(pool) == fields(in_memory) and len(pool) == 4 and len(entries(cache)) == 1
+    for name, rows in (("c.jsonl", ROWS[:2]), ("c.parquet", [{"prompt": "a", "label": "b", "kind": 1}])):
+        write(folder / name, rows)
+        with pytest.raises(UserError, match=f"{folder / name}: is of another kind than {folder / 'a.parquet'}, or has"):
+            load_prompts(data, tokenizer, split="train")
+        (folder / name).unlink()
+
+
 @pytest.mark.usefixtures("large")
 def test_the_tokenizer_is_loaded_once_for_all_batches(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -75,3 +76,126 @@ def test_the_container_that_is_not_there_is_named_by_its_variable(tmp_path: Path
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"error: {name} = /no/such/image: there is no such file" in done.stdout
+
+
+SRUN = """
+[ "$1" = --help ] && { echo --container-image; exit; }
+printf '%s\\n' "$*" >> "$SAID"
+while [ "${1#-}" != "$1" ]; do shift; done
+SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 exec "$@"
+"""
+"""Runs one task here, and writes down its command line."""
+PYTHON = """
+case "$*" in *--check*) echo "$RUN: 0 of 1 steps are done" ;; *megatron_dppo.launch.health*) exec "$REAL" "$@" ;; esac
+echo "greeting: ${GREETING:-none}"
+"""
+"""In place of the run it says what the prologue has exported."""
+
+
+class Node:
+    """One node of a cluster that is two programs, for what job.sh asks of them: no Slurm, Pyxis or Apptainer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.programs, self.said = folder / "programs", folder / "said"
+        self.checkout = folder / "checkout"
+        for place in (self.programs, self.checkout):
+            place.mkdir()
+        self.add("scontrol", 'case "$*" in *hostnames*) echo n1 ;; *) echo NodeAddr=127.0.0.1 ;; esac')
+        self.add("srun", SRUN)
+        self.add("python", PYTHON)
+        self.run = folder / "run"
+
+    def add(self, program: str, words: str) -> None:
+        (self.programs / program).write_text(f"#!/usr/bin/env bash\n{words}\n")
+        (self.programs / program).chmod(0o755)
+
+    def job(self, config: str = "run.yaml", **environ: str) -> tuple[int, str]:
+        """The exit code of a job and its log."""
+        slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "1"}
+        own = {"SAID": str(self.said), "REAL": sys.executable, "RUN": str(self.run), "PYTHONPATH": str(ROOT)}
+        of_all = {**os.environ, **slurm, **own, "PYTHON": str(self.programs / "python"), **environ}
+        of_all["PATH"] = f"{self.programs}:{os.environ['PATH']}"
+        command = ["bash", "-c", f"source {ROOT}/scripts/slurm/job.sh {config}"]
+        done = subprocess.run(
+            command, cwd=self.checkout, env=of_all, capture_output=True, text=True, timeout=200, check=False
+        )
+        return done.returncode, done.stdout
+
+    def steps(self) -> list[str]:
+        return self.said.read_text().splitlines()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_the_prologue_is_sourced_in_every_task_before_its_program(node: Node, tmp_path: Path) -> None:
+    (node.checkout / "prologue").write_text("module() { export GREETING=$1; }\nmodule 'good morning'\n")
+    code, log = node.job(PROLOGUE="prologue")
+    assert code == 0 and "greeting: good morning" in log, log
+    assert all(f'exec "$@" {node.checkout}/prologue {node.programs}/python' in step for step in node.steps())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [(None, "there is no such file"), ("module load nothing\nfalse", "ended with exit code 1")],
+)
+def test_a_prologue_that_fails_ends_the_job_by_its_name(node: Node, words: str | None, reason: str) -> None:
+    if words is not None:
+        (node.checkout / "prologue").write_text(words)
+    code, log = node.job(PROLOGUE="./prologue")
+    assert code == 2
+    assert re.search(rf"error: PROLOGUE = \S*/prologue: {reason}", log), log
+
+
+def test_apptainer_runs_the_steps_of_a_sif_file_behind_the_prologue_that_loads_it(node: Node, tmp_path: Path) -> None:
+    """As far as its command line: in place of Apptainer is a program that runs what stands behind the image."""
+    (node.checkout / "image.sif").touch()
+    code, log = node.job(CONTAINER="image.sif", CONTAINER_MOUNTS="/data:/data")
+    assert code == 2 and "there is no apptainer on the path" in log
+    (other := tmp_path / "modules").mkdir()
+    node.add("apptainer", 'shift 7; exec "$@"')
+    (node.programs / "apptainer").rename(other / "apptainer")
+    (node.checkout / "prologue").write_text(f"export PATH=$PATH:{other} GREETING=hello\n")
+    code, log = node.job(CONTAINER="image.sif", CONTAINER_MOUNTS="/data:/data", PROLOGUE="prologue")
+    assert code == 0 and "greeting: hello" in log, log
+    here = node.checkout
+    for step in node.steps():
+        _, _, command = step.partition(f"{here}/prologue ")
+        expected = (
+            f"apptainer exec --nv --pwd {here} --bind {here}:{here},/data:/data image.sif {node.programs}/python -m"
+        )
+        assert command.startswith(expected) and "--container-image" not in step
+
+
+@pytest.mark.parametrize("image", ["registry#image:1", "image.sif"])
+def test_a_container_sees_a_configuration_and_a_prologue_outside_of_the_checkout(
+    node: Node, tmp_path: Path, image: str
+) -> None:
+    (node.checkout / "image.sif").touch()
+    node.add("apptainer", 'shift 7; exec "$@"')
+    for name in ("home/run.yaml", "site/prologue"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    (node.checkout / "link").symlink_to(tmp_path / "home")
+    here = node.checkout
+    mounts = [f"{here}:{here}", f"{tmp_path}/home:{tmp_path}/home", f"{tmp_path}/site:{tmp_path}/site"]
+    for config in (f"{tmp_path}/home/run.yaml", "../home/run.yaml", "link/run.yaml"):
+        code, log = node.job(config, CONTAINER=image, PROLOGUE=f"{tmp_path}/site/prologue")
+        assert code == 0, log
+        step = node.steps()[-1]
+        assert f" --{'bind ' if image == 'image.sif' else 'container-mounts='}{','.join(mounts)} " in step
+        assert step.split("megatron_dppo ")[1].split()[1] == f"{tmp_path}/home/run.yaml"
+    (here / "run.yaml").touch()
+    node.job(CONTAINER=image)
+    step = node.steps()[-1]
+    assert str(tmp_path / "home") not in step and step.endswith(" train run.yaml")
+
+
+def test_the_health_of_the_nodes_is_looked_at_before_anything_starts(node: Node) -> None:
+    code, log = node.job(HEALTH_CHECK="1")
+    assert code == 0 and "1 ranks on" in log and log.index("add up 64 MiB") < log.index("actors: starting"), log
+    node.add("nvidia-smi", "echo lost; exit 15")
+    code, log = node.job(HEALTH_CHECK="1")
+    assert code == 1 and "nvidia-smi ended with exit code 15: lost" in log and "actors: starting" not in log, log

@@ -170,6 +170,10 @@ def test_runs_that_differ_by_their_seed_alone_are_compared_with_an_interval(tmp_
     assert "The others divide one mean by another and have no interval (fewer than two seeds in c" in mixed.said()
     seeds = race(read_runs(first))
     assert seeds is not None and [arm.name for arm in seeds.arms] == ["grpo-1", "grpo-2", "grpo-3"]
+    named = [Path(f"{name}={run}") for name, of in (("a", [first[0], second[1]]), ("b", second[2:])) for run in of]
+    given = race(read_runs([*named, *single]))
+    assert given is not None and [arm.name for arm in given.arms] == ["a (2 seeds)", "b", "dapo-1"]
+    assert list(given.arms[0].runs.values()) == ["a: grpo-1", "a: gspo-2"], "other settings, and one name"
 
 
 def against_another(folder: Path, problems: Mapping[str, int] | None = None, **own: object) -> Race:

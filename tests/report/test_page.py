@@ -294,6 +294,22 @@ def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert [run.name for run in runs] == ["a/run", "b/run"]
 
 
+def test_a_run_may_be_given_a_name(tmp_path: Path) -> None:
+    a, b, c, odd = (write_run(tmp_path / name) for name in ("a", "b", "c", "x=y"))
+    runs = read_runs([Path(f"ours={a}"), Path(f"theirs={b}"), Path(f"theirs={c}"), odd])
+    assert [(run.name, run.group, run.folder) for run in runs] == [
+        ("ours", "ours", a), ("theirs: b", "theirs", b), ("theirs: c", "theirs", c), ("x=y", "", odd),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="nowhere: is no folder"):
+        read_runs([Path("ours=nowhere")])
+
+
+def test_accuracies_of_data_sources_are_a_table(tmp_path: Path) -> None:
+    held = {"eval/source/openai/gsm8k": 0.25, "eval/source/aime": 0.5, "eval/response_len/mean": 9.0}
+    rows = write(write_run(tmp_path / "run", held=held)).text
+    assert "source/openai/gsm8k" in rows and "25.0 → 25.0%" in rows and "response_len" not in rows
+
+
 def test_benchmarks_are_shown_with_their_intervals(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     scores = {

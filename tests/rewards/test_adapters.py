@@ -302,7 +302,8 @@ def test_trls_functions_have_the_rows_prompt_and_label_beside_other_columns(tmp_
     pool = RewardWorkers(f"{tmp_path}/theirs.py:{name}", workers=1, timeout_s=5.0)
     scored = pool.score([ITEM])
     pool.close()
-    assert scored.scores == [Score(2.0, True)], scored.tracebacks
+    metrics = {"mean": 0.5} if name == "columns" else {}
+    assert scored.scores == [Score(2.0, True, metrics=metrics)], scored.tracebacks
 
 
 def test_state_of_trls_trainer_is_not_there(tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ class ScriptedEngine(RolloutEngine[Completions]):
 
 
 class ScriptedWorkers:
-    """Scores "score 1", times out at "sleep" and raises at all else, where processes would cost more than they show."""
+    """Scores "score 1", logs the depth of "score 1 depth 3", times out at "sleep" and raises at all else, where
+    processes would cost more than they show."""
 
     thinking_tags = ()
 
@@ -118,8 +119,9 @@ class ScriptedScoring:
         timeouts, errors = 0, []
         for number, item in enumerate(self._items):
             match item.solution.split():
-                case ["score", reward]:
-                    scores[number] = Score(float(reward), float(reward) >= 1.0)
+                case ["score", reward, *logged]:
+                    metrics = {name: float(value) for name, value in zip(logged[::2], logged[1::2], strict=True)}
+                    scores[number] = Score(float(reward), float(reward) >= 1.0, metrics=metrics)
                 case ["sleep"]:
                     timeouts += 1
                 case _:

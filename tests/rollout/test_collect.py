@@ -459,6 +459,30 @@ def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
         assert held, "both hold something"
 
 
+def test_a_logged_metric_is_the_mean_over_the_completions_of_all_ranks_that_have_it(tokenizer: Tokenizer) -> None:
+    logged = {9: said("score 1 depth 1", "score 0", "score 0 depth 4"), 2: said("score 0 deep 1", "score 1", "score 0")}
+    script = {**logged, 5: said("score 0 depth 7", "score 1", "score 1"), 1: BROKEN[:2] + said("score 0 depth 9")}
+
+    def on_a_rank(world: World) -> dict[str, float]:
+        collector = Collector(
+            collect_config(), world, ScriptedEngine(tokenizer, script), ScriptedWorkers(), tokenizer, (2,)
+        )
+        selection = Selection(np.array(list(script)), np.ones(4), 4)
+        return collect(collector, pool_of(10), selection, step=0).metrics
+
+    for metrics in (*as_ranks(1, on_a_rank), *as_ranks(2, on_a_rank), *as_ranks(3, on_a_rank)):
+        assert metrics["reward/depth"] == pytest.approx(4.0), "(1 + 4 + 7) / 3: the group that failed has left"
+        assert metrics["reward/deep"] == 1.0
+        assert metrics["reward/errors"] == 1.0
+
+
+def test_no_function_replaces_the_count_of_failures(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, {1: said("score 1 errors 7", "score 0", "score 0")})
+    collector = Collector(collect_config(), world_of(1, 0), engine, ScriptedWorkers(), tokenizer, (2,))
+    metrics = collect(collector, pool_of(10), Selection(np.array([1]), np.ones(1), 1), step=0).metrics
+    assert metrics["reward/errors"] == 0.0
+
+
 def test_every_rank_stops_for_the_failures_of_one(tokenizer: Tokenizer) -> None:
     selection = Selection(np.array([4, 2]), np.ones(2), 2)
 

@@ -24,7 +24,7 @@ def _asked(script: str) -> list[dict[str, str]]:
 
 
 def test_there_is_a_script_for_each_size() -> None:
-    sizes = ["235b_a22b", "30b_a3b", "32b", "4b", "8b"]
+    sizes = ["14b", "235b_a22b", "30b_a3b", "32b", "4b", "8b"]
     assert [f"qwen3_{size}_dppo.sh" for size in sizes] == SHIPPED
 
 

@@ -190,6 +190,29 @@ def test_what_a_function_s_file_imports_of_its_folder_belongs_to_it(
     assert changed == {"reward.function: helper.py"}
 
 
+def test_a_file_that_comes_into_a_folder_of_prompts_is_named(config: Config, tmp_path: Path) -> None:
+    (folder := tmp_path / "rows").mkdir()
+    write(folder / "a.jsonl", ROWS)
+    of_folder = load_config(None, [], {**config.model_dump(), "data": {"train": str(folder)}})
+    save(of_folder, tmp_path / "run")
+    check_resume(of_folder)
+    write(folder / "b.parquet", ROWS)
+    with pytest.raises(UserError, match=r"data\.train: b\.parquet was not there"):
+        check_resume(of_folder)
+
+
+def test_each_of_several_reward_functions_is_known_by_its_own_file(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "reward.py", tmp_path / "other")
+    files = [tmp_path / "reward.py", tmp_path / "other" / "reward.py"]
+    parts = [{"function": f"{file}:reward", "name": file.parent.name} for file in files]
+    several = load_config(None, [], {**config.model_dump(), "reward": {"function": [{"function": "exact"}, *parts]}})
+    found = fingerprints(several)
+    lengthen(files[1])
+    changed = {name for name, digest in fingerprints(several).items() if digest != found[name]}
+    assert changed == {"reward.function[2]: reward.py"} and "reward.function[1]: reward.py" in found
+
+
 def scores(worth: float) -> Callable[..., Any]:
     if worth == 0.5:
 

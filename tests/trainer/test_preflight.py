@@ -64,6 +64,16 @@ def test_a_good_configuration_passes_and_writes_nothing(policy: Path, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_folders_of_prompts_are_looked_at_before_a_rank_starts(policy: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "rows").mkdir()
+    settings = [f"data.train={folder}", f"data.eval={{held: {folder}}}"]
+    assert _refusal(_config(policy, tmp_path, *settings)).setting == "data.train"
+    (folder / "a.jsonl").write_text('{"prompt": "a", "label": "1"}\n')
+    preflight(_config(policy, tmp_path, *settings, "rollout.prompts_per_step=4"), "train")
+    (folder / "b.jsonl").write_text('{"prompt": "a", "label": ""}\n')
+    assert str(folder / "b.jsonl") in str(_refusal(_config(policy, tmp_path, *settings)))
+
+
 def test_defaults_do_not_contradict_each_other() -> None:
     check_config(Config())
 

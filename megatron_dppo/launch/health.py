@@ -1,0 +1,134 @@
+"""``python -m megatron_dppo.launch.health``: a look at the nodes of a job before its run (``job.sh``).
+
+One process for each rank, started by srun or torchrun. The first of each node asks ``nvidia-smi`` for memory errors and
+DCGM for its quick diagnosis, where these are installed. Then all ranks add up a tensor, by NCCL where torch sees GPUs,
+else by gloo. Rank 0 prints one line for each fault, or the time of the sum; the exit code is then 1, or 0.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.launch.start import srun_started, torch_environment
+from megatron_dppo.parallel.meeting import LOOPBACK
+
+WAIT_S = 120.0
+"""How long ranks wait for one another."""
+MIB, ROUNDS = 64, 5
+"""Size of the tensor that is added up, and how often."""
+DIAGNOSIS_S = 300.0
+DCGM = ("dcgmi", "discovery", "-l"), ("dcgmi", "diag", "-r", "1")
+"""The second command works only where the first one finds a host engine."""
+ERRORS = ("nvidia-smi", "--query-gpu=index,ecc.errors.uncorrected.volatile.total", "--format=csv,noheader,nounits")
+
+
+def faults_of_node() -> Iterator[str]:
+    """Faults that the node's own tools find. Memory errors are those since the driver was loaded."""
+    if shutil.which("nvidia-smi"):
+        code, said = _ask(*ERRORS)
+        if code:
+            yield f"nvidia-smi ended with exit code {code}: {said[-200:]}"
+        elif not torch.cuda.is_available():
+            yield f"nvidia-smi lists {len(said.splitlines())} GPUs, and torch {torch.__version__} sees none"
+        for gpu, _, count in (line.partition(", ") for line in said.splitlines() if not code):
+            if count.isdecimal() and int(count):  # [N/A] where a GPU does not count them
+                yield f"GPU {gpu} has had {count} uncorrected memory errors"
+    if shutil.which("dcgmi") and _ask(*DCGM[0])[0] == 0:
+        code, said = _ask(*DCGM[1])
+        if code:
+            yield f"dcgmi diag -r 1 ended with exit code {code}: {said[-200:]}"
+
+
+def _ask(*command: str) -> tuple[int, str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DIAGNOSIS_S, check=False)
+    except subprocess.TimeoutExpired:
+        return 124, f"no answer within {DIAGNOSIS_S:.0f} s"
+    return done.returncode, " ".join(f"{done.stdout}\n{done.stderr}".split()) if done.returncode else done.stdout
+
+
+def all_reduce_s(rank: int, size: int) -> float:
+    """The shortest time of several sums over all ranks, in seconds. Collective.
+
+    Raises:
+        RuntimeError: a sum is wrong.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    times = []
+    for _ in range(ROUNDS):
+        tensor = torch.full((MIB * 2**18,), rank + 1.0, device=device)
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        wrong = int((tensor != size * (size + 1) / 2).sum())  # waits for the device
+        times.append(time.perf_counter() - began)
+        if wrong:
+            raise RuntimeError(f"the sum over all ranks is wrong in {wrong} of {tensor.numel()} places")
+    return min(times)
+
+
+def main(wait_s: float = WAIT_S) -> int:
+    """Look at this rank's node, and add up with the other ranks.
+
+    Args:
+        wait_s: how long ranks wait for one another, in seconds.
+
+    Returns:
+        the exit code.
+    """
+    if srun_started(os.environ):
+        os.environ.update(torch_environment(os.environ))
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
+    told = {name: os.environ.get(name, value) for name, value in alone.items()}
+    rank, size, local, port = (int(told[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+    host, node, limit = told["MASTER_ADDR"], socket.gethostname(), timedelta(seconds=wait_s)
+    try:
+        store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    except dist.DistError as error:
+        why = str(error).splitlines()[0]
+        print(f"error: rank {rank} on {node} cannot reach rank 0 at {host}:{port}: {why}")
+        return 1
+    store.set(f"node {rank}", node)
+    nodes = [f"node {each}" for each in range(size)]
+    try:
+        store.wait(nodes, limit)
+    except dist.DistError:
+        if rank == 0:  # srun ends the others
+            there = {each for each in range(size) if store.check([nodes[each]])}
+            print(f"error: ranks {sorted({*range(size)} - there)} did not come within {wait_s:g} s; there are:")
+            print(*sorted({store.get(nodes[each]).decode() for each in there}))
+        return 1
+    store.set(f"faults {rank}", "\n".join(faults_of_node() if local == 0 else ()))
+    store.set_timeout(timedelta(seconds=2 * DIAGNOSIS_S))
+    found = [(store.get(nodes[each]).decode(), store.get(f"faults {each}").decode()) for each in range(size)]
+    if any(faults for _, faults in found):
+        if rank == 0:
+            print(*(f"error: {name}: {fault}" for name, faults in found for fault in faults.splitlines()), sep="\n")
+            time.sleep(1.0)  # the others still read the store, which ends with this process
+        return 1
+    gpus = torch.cuda.device_count()
+    by = "nccl" if gpus else "gloo"
+    if gpus:
+        torch.cuda.set_device(0 if gpus == 1 else local)
+    dist.init_process_group(by, store=store, rank=rank, world_size=size, timeout=limit)
+    seconds = all_reduce_s(rank, size)
+    dist.destroy_process_group()
+    if rank == 0:
+        names, moved = " ".join(dict.fromkeys(name for name, _ in found)), 2 * (size - 1) / size * MIB * 2**20
+        figures = f"{1e3 * seconds:.1f} ms: {1e-9 * moved / seconds:.2f} GB/s of bus bandwidth"
+        print(f"{size} ranks on {names} add up {MIB} MiB by {by} in {figures}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
