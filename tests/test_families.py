@@ -50,8 +50,9 @@ def write_policy(path: Path, architecture: str, **changes: object) -> Path:
     positions if the family has Llama 3's, and with changes of its config.json: ``...`` leaves a setting out."""
     family = FAMILIES[architecture]
     experts = 4 if "experts" in family.keys else 0
-    write_model(path, family=family.model_type, experts=experts, vocab_size=131, hidden=48, layers=4, heads=4,
-                kv_heads=2, head_dim=12, ffn=80, tie=False, std=0.15)  # fmt: skip
+    head_dim = 16 if "rotary_fraction" in family.keys else 12
+    write_model(path, family=family.model_type.removesuffix("_text"), experts=experts, vocab_size=131, hidden=48,
+                layers=4, heads=4, kv_heads=2, head_dim=head_dim, ffn=80, tie=False, std=0.15)  # fmt: skip
     tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
     for tensor in tensors.values():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.bridge.chunks import write_at
-from megatron_dppo.bridge.mapping import adapter_entries, expected_tensors
+from megatron_dppo.bridge.mapping import Entry, adapter_entries, exact_tensors, expected_tensors
 from megatron_dppo.bridge.safetensors_files import INDEX, SINGLE
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.models.shape import PolicyShape
@@ -27,6 +27,11 @@ SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16
 """Types of weights, by their names in safetensors files."""
 MAX_SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in a safetensors file, as the hub's own files have it."""
+
+
+def dtype_in(dtype: torch.dtype, entry: Entry) -> torch.dtype:
+    """The type of a parameter in a policy of type ``dtype``."""
+    return torch.promote_types(dtype, torch.float32) if entry.mapping.exact else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,18 @@ class FilePlan:
     """Shapes, in the order in which they lie in the files."""
     files: Mapping[str, list[str]]
     """The tensors of each file, in order."""
+    exact: frozenset[str] = frozenset()
+    """Tensors that are fp32 whatever the type of others."""
+
+    def dtype_of(self, tensor: str) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32) if tensor in self.exact else self.dtype
 
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes_of(name) for name in self.tensors)
 
     def bytes_of(self, tensor: str) -> int:
-        return prod(self.tensors[tensor]) * self.dtype.itemsize
+        return prod(self.tensors[tensor]) * self.dtype_of(tensor).itemsize
 
     def header(self, file: str) -> tuple[bytes, dict[str, int]]:
         """A file's first bytes, up to the data, and where in the file each tensor begins."""
@@ -59,7 +69,8 @@ class FilePlan:
         for name in self.files[file]:
             starts[name], end = end, end + self.bytes_of(name)
             offsets = [starts[name], end]
-            entries[name] = {"dtype": SAFETENSORS[self.dtype], "shape": self.tensors[name], "data_offsets": offsets}
+            dtype = SAFETENSORS[self.dtype_of(name)]
+            entries[name] = {"dtype": dtype, "shape": self.tensors[name], "data_offsets": offsets}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that the data is aligned
         head = len(text).to_bytes(8, "little") + text
@@ -83,9 +94,9 @@ def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MA
         files[-1].append(name)
         room -= length
     if len(files) == 1:
-        return FilePlan(dtype, tensors, {SINGLE: files[0]})
+        return FilePlan(dtype, tensors, {SINGLE: files[0]}, exact_tensors(shape))
     named = {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
-    return FilePlan(dtype, tensors, named)
+    return FilePlan(dtype, tensors, named, exact_tensors(shape))
 
 
 def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan:
@@ -187,7 +198,7 @@ class SafetensorsWriter:
         """
         if tensor.shape != self._plan.tensors.get(name):
             raise ValueError(f"{name} {list(tensor.shape)} is not in the plan")
-        data = tensor.detach().to("cpu", self._plan.dtype).contiguous().flatten().view(torch.uint8)
+        data = tensor.detach().to("cpu", self._plan.dtype_of(name)).contiguous().flatten().view(torch.uint8)
         self.write_bytes(name, [memoryview(data.numpy())])
 
     def write_bytes(self, name: str, data: Iterable[memoryview]) -> None:

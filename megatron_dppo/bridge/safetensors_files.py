@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.bridge.mapping import EMBEDDING, expected_tensors, redundant_tensors
+from megatron_dppo.bridge.mapping import EMBEDDING, Entry, expected_tensors, redundant_tensors
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
@@ -164,7 +164,7 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
             problem = f"{name} is stored as {tensor.dtype}, which is none of {', '.join(NUMPY)}"
             raise _unreadable(path, problem, "take weights that are not quantized")
     for name in redundant_tensors(shape):
-        embedding = EMBEDDING.tensors[0]
+        (embedding,) = Entry(EMBEDDING, shape).tensors
         if name in found and not _are_equal(found[name], found[embedding]):
             problem = f"{name} differs from {embedding}, and config.json makes them one (tie_word_embeddings = true)"
             remedy = f"set tie_word_embeddings to false in its config.json, or take {name} out of its files"

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from megatron_dppo.config import LoraConfig
-from megatron_dppo.models.family import DIMENSIONS, ParameterMapping, Split
+from megatron_dppo.models.family import ParameterMapping, Split
 from megatron_dppo.models.shape import PolicyShape
 
 NAME = "lora"
@@ -79,7 +79,7 @@ class LayerAdapters(torch.nn.ModuleDict):
         self._outputs: list[tuple[str, int]] = []
         """Each matrix of the layer, with adapters or without: its name and its outputs on this rank."""
         for name in row.modules:
-            outputs, inputs = (shape.extents[dimension] for dimension in DIMENSIONS[name])
+            outputs, inputs = (shape.extents[dimension] for dimension in shape.family.dimensions[name])
             inputs, outputs = (inputs // ranks, outputs) if self._row_parallel else (inputs, outputs // ranks)
             self._outputs.append((name, outputs))
             if name in lora.targets:

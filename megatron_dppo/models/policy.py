@@ -30,7 +30,7 @@ from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
 from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.prefix_attention import SharedPrefixes
-from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
+from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, padded_vocab
 from megatron_dppo.models.teacher_head import TeacherHead, divergence_of_each
 
 NOTHING_BETWEEN: dict[str, Any] = (
@@ -55,6 +55,7 @@ def build_policy(
         UserError: if the shape cannot be cut as the layout says, or ``model.spec`` is not to be had here.
     """
     check_layout(shape, layout)
+    check_megatron(shape)
     config = transformer_config(shape, model, layout)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     chunks = [PolicyModel(shape, config, model, temperature=temperature, vp_stage=stage) for stage in stages]
@@ -148,9 +149,22 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         persist_layer_norm=False,
         deterministic_mode=spec == "torch" or model.deterministic,  # torch's embedding then sums in order
         **shape.family.megatron,
+        **(_delta_nets(shape) if shape.hybrid else {}),
         **_recomputation(shape, model),
         **(_experts(shape, spec) if shape.experts else {}),
     )
+
+
+def _delta_nets(shape: PolicyShape) -> dict[str, Any]:
+    """Megatron's settings for gated delta networks in the layers between those with attention."""
+    return {
+        "linear_attention_freq": shape.attention_interval,
+        "linear_num_key_heads": shape.delta_keys,
+        "linear_num_value_heads": shape.delta_values,
+        "linear_key_head_dim": shape.delta_key_dim,
+        "linear_value_head_dim": shape.delta_value_dim,
+        "linear_conv_kernel_dim": shape.delta_taps,
+    }
 
 
 def _recomputation(shape: PolicyShape, model: ModelConfig) -> dict[str, Any]:
@@ -245,6 +259,7 @@ class PolicyModel(GPTModel):
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
+            rotary_percent=shape.rotary_fraction,
             rotary_base=shape.rope_theta,
         )
         if shape.rope_scaling is not None:
