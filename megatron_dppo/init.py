@@ -198,8 +198,8 @@ def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: floa
 
 
 def _write_weights(folder: Path, plan: FilePlan, shape: PolicyShape, *, seed: int, std: float) -> None:
-    """Norms start at one, biases at zero, matrices are normal: Hugging Face's own initialisation. The decay of a gated
-    delta network is uniform, and far enough from none."""
+    """Norms start at one, biases at zero, matrices are normal: Hugging Face's own initialisation. In a gated delta
+    network decays are Hugging Face's too, and taps are torch's."""
     generator = torch.Generator().manual_seed(seed)
     zeros = ("norm.weight", ".bias") if shape.family.megatron.get("layernorm_zero_centered_gamma") else (".bias",)
     with SafetensorsWriter.open(plan, folder) as writer:
@@ -207,6 +207,9 @@ def _write_weights(folder: Path, plan: FilePlan, shape: PolicyShape, *, seed: in
             tensor = torch.full(size, 0.0 if name.endswith(zeros) and "linear_attn" not in name else 1.0)
             if name.endswith("A_log"):
                 tensor.uniform_(0.01, 16.0, generator=generator).log_()
+            elif name.endswith("conv1d.weight"):
+                bound = size[-1] ** -0.5
+                tensor.uniform_(-bound, bound, generator=generator)
             elif len(size) > 1:
                 tensor.normal_(0.0, std, generator=generator)
             writer.write(name, tensor)

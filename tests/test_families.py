@@ -62,6 +62,9 @@ def write_policy(path: Path, architecture: str, **changes: object) -> Path:
     config = json.loads((path / "config.json").read_text())
     if any(scaling.rope_type == "llama3" for scaling in family.rope_scalings):
         config |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **SCALED}}
+    if "rotary_fraction" in family.keys:
+        # The first token of a segment has (q k) v behind the delta rule, of which a norm without this leaves the sign.
+        config |= {"rms_norm_eps": 1e-3}
     written = {name: value for name, value in (config | changes).items() if value is not ...}
     (path / "config.json").write_text(json.dumps(written))
     return path
@@ -77,7 +80,8 @@ def test_a_family_is_transformers_and_converts_generates_trains_and_is_exported(
 ) -> None:
     policy = write_policy(tmp_path / "policy", family)
     assert_equal_in_every_layout(ranks, policy)
-    assert_gradients_equal(ranks, policy, tmp_path / "gradients")
+    most = 5e-5 if read_shape(policy).hybrid else 2e-5  # a decay's gradient is a sum of large terms
+    assert_gradients_equal(ranks, policy, tmp_path / "gradients", most=most)
     assert to_megatron(policy, tmp_path / "megatron", "--verify") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify") == 0
     assert same(weights(tmp_path / "back"), weights(policy))

@@ -166,6 +166,6 @@ class Family:
 
     @property
     def linear_layers(self) -> dict[str, ParameterMapping]:
-        """Rows of the weights of Megatron's linear layers, by a layer's name: ``linear_qkv``."""
+        """Rows of the weights of Megatron's linear layers that may have adapters, by a layer's name: ``linear_qkv``."""
         weights = {row.megatron[0].split(".")[-2]: row for row in self.rows if ".weight" in row.megatron[0]}
         return {name: row for name, row in weights.items() if name.startswith("linear_")}
