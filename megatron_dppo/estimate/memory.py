@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_dppo.bridge.mapping import EMBEDDING, adapter_entries, entries
+from megatron_dppo.bridge.mapping import EMBEDDING, Entry, adapter_entries, entries
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, LoraConfig
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.workload import Setup, packs_of, without_pruning
@@ -65,7 +66,7 @@ def parameters_of(shape: PolicyShape) -> Parameters:
     sizes = _sizes(shape, tp=1, etp=1, padded=False)
     experts = shape.experts * sizes.expert * shape.num_layers
     outside = sizes.embedding if shape.tied else 2 * sizes.embedding
-    total = outside + sizes.norm + sizes.layer * shape.num_layers + experts
+    total = outside + sizes.norm + sum(map(sizes.layers.__getitem__, shape.layer_types)) + experts
     unused = experts - experts * shape.experts_per_token // max(shape.experts, 1)
     return Parameters(total, total - unused, total - unused - outside, sizes.embedding)
 
@@ -75,7 +76,7 @@ def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig) -> RankE
     """Weights that a rank of a pipeline stage holds."""
     sizes = _sizes(shape, tp=layout.tp, etp=layout.expert_tp, padded=True)
     layers = layers_of_stage(shape, stage, layout)
-    dense = sizes.layer * layers
+    dense = sum(sizes.layers[kind] for kind in _kinds_of_stage(shape, stage, layout))
     if stage == 0:
         dense += sizes.embedding
     if stage == layout.pp - 1:
@@ -84,19 +85,43 @@ def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig) -> RankE
 
 
 def adapter_elements(shape: PolicyShape, lora: LoraConfig, stage: int, layout: LayoutConfig) -> RankElements:
-    """Weights of the adapters that a rank of a pipeline stage holds. One layer and one expert are counted here, too."""
-    thin = dataclasses.replace(shape, num_layers=1, experts=min(shape.experts, 1))
-    dense = expert = 0
-    for entry in adapter_entries(thin, lora):
+    """Weights of the adapters that a rank of a pipeline stage holds. One expert and one layer of each kind are counted
+    here, too."""
+    dense: dict[str, int] = dict.fromkeys(shape.layer_types, 0)
+    expert = 0
+    for entry, kind in _of_each_kind(adapter_entries(_thin(shape), lora), shape):
         size = prod(entry.shard_shape(entry.parts(layout)))
-        dense, expert = (dense + size, expert) if entry.expert is None else (dense, expert + size)
+        if entry.expert is None:
+            dense[kind] += size
+        else:
+            expert = expert + size if entry.layer == 0 else expert
     layers = layers_of_stage(shape, stage, layout)
-    return RankElements(dense * layers, shape.experts // layout.ep * expert * layers)
+    held = sum(dense[kind] for kind in _kinds_of_stage(shape, stage, layout))
+    return RankElements(held, shape.experts // layout.ep * expert * layers)
 
 
 def layers_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
     """How many layers a pipeline stage has, all its virtual stages together."""
     return sum(map(len, stage_layers(shape.num_layers, stage, layout)))
+
+
+def _kinds_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> list[str]:
+    """Kinds of these layers."""
+    return [shape.layer_types[layer] for layers in stage_layers(shape.num_layers, stage, layout) for layer in layers]
+
+
+def _thin(shape: PolicyShape) -> PolicyShape:
+    """One that has all that differs, because a mixture has thousands of entries."""
+    return dataclasses.replace(shape, num_layers=shape.attention_interval, experts=min(shape.experts, 1), tied=True)
+
+
+def _of_each_kind(entries: Iterable[Entry], shape: PolicyShape) -> Iterator[tuple[Entry, str]]:
+    """Entries of the first layer of each kind, and those outside the layers, with the kind or nothing."""
+    kinds = shape.layer_types
+    for entry in entries:
+        kind = "" if entry.layer is None else kinds[entry.layer]
+        if entry.layer is None or kinds.index(kind) == entry.layer:
+            yield entry, kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +131,28 @@ class _Sizes:
     embedding: int
     norm: int
     """The last one, before the output layer."""
-    layer: int
-    """One layer, without its experts."""
+    layers: dict[str, int]
+    """One layer of each kind, without its experts."""
     expert: int
     """One expert of one layer."""
 
 
 @cache
 def _sizes(shape: PolicyShape, *, tp: int, etp: int, padded: bool) -> _Sizes:
-    """One layer and one expert are counted and multiplied, because a mixture has thousands of entries."""
-    thin = dataclasses.replace(shape, num_layers=1, experts=min(shape.experts, 1), tied=True)
-    found = {"embedding": 0, "norm": 0, "layer": 0, "expert": 0}
-    for entry in entries(thin):
-        part = "layer" if entry.expert is None else "expert"
-        if entry.layer is None:
-            part = "embedding" if entry.mapping is EMBEDDING else "norm"
+    """One expert and one layer of each kind are counted and multiplied."""
+    layers: dict[str, int] = dict.fromkeys(shape.layer_types, 0)
+    found = {"embedding": 0, "norm": 0, "expert": 0}
+    for entry, kind in _of_each_kind(entries(_thin(shape)), shape):
+        of_expert = entry.expert is not None
         entry = dataclasses.replace(entry, shape=shape)
-        found[part] += prod(entry.shard_shape(etp if part == "expert" else tp)) if padded else entry.elements
-    return _Sizes(**found)
+        size = prod(entry.shard_shape(etp if of_expert else tp)) if padded else entry.elements
+        if of_expert:
+            found["expert"] += size if entry.layer == 0 else 0
+        elif kind:
+            layers[kind] += size
+        else:
+            found["embedding" if entry.mapping is EMBEDDING else "norm"] += size
+    return _Sizes(layers=layers, **found)
 
 
 SYNC_BUCKET_MIB = 512
@@ -336,10 +365,22 @@ def _token_bytes(setup: Setup) -> float:
 
 
 def layer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
-    """Elements that one layer keeps of one token for its backward pass."""
+    """Elements that one layer keeps of one token for its backward pass; of a hybrid policy, a layer on average."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = (saved.queries * queries + saved.keys * keys) / layout.tp + 4 * shape.head_dim
+    gate = queries if shape.hybrid else 0
+    attention = (saved.queries * queries + saved.keys * keys + gate) / layout.tp + 4 * shape.head_dim
+    share = 1 / shape.attention_interval
+    attention = share * attention + (1 - share) * _delta_elements(shape) / layout.tp
     return saved.norms * shape.hidden / shared_ranks(layout) + attention + feed_forward_elements(shape, layout, saved)
+
+
+def _delta_elements(shape: PolicyShape) -> float:
+    """Elements that a gated delta network keeps of a token, counted in its code and never measured: inputs and outputs
+    of the convolution, queries and keys before their norm and for each value head, values, outputs and gates, the last
+    two in fp32 as well, and 64 products of a chunk for each head."""
+    keys, values = shape.delta_keys * shape.delta_key_dim, shape.delta_values * shape.delta_value_dim
+    mixed, repeated = 2 * keys + values, 2 * shape.delta_values * shape.delta_key_dim
+    return 2.0 * mixed + 2 * keys + repeated + 7 * values + 64 * shape.delta_values
 
 
 def shared_ranks(layout: LayoutConfig) -> int:
@@ -385,4 +426,5 @@ def _head_bytes(setup: Setup) -> float:
 
 def cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
     """Bytes of a token's keys and values on each rank of a server. With more ranks than heads, heads are copied."""
-    return 2 * shape.num_layers * -(-shape.kv_heads // tp) * shape.head_dim * width
+    layers = shape.num_layers // shape.attention_interval
+    return 2 * layers * -(-shape.kv_heads // tp) * shape.head_dim * width

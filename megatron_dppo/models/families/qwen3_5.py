@@ -61,7 +61,7 @@ ROWS = (
 )
 
 
-def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, delta: int, *, tied: bool) -> dict[str, Any]:
+def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delta: int, tied: bool) -> dict[str, Any]:
     """The shape of a published Qwen3.5, whose delta networks have so many value heads."""
     own = {"num_layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "tied": tied}
     own |= {"delta_keys": 16, "delta_values": delta, "delta_key_dim": 128, "delta_value_dim": 128, "delta_taps": 4}
@@ -88,7 +88,12 @@ TEXT = Family(
         "delta_value_dim": "linear_value_head_dim",
         "delta_taps": "linear_conv_kernel_dim",
     },
-    supported={"attention_bias": (False, None), "attn_output_gate": (True,), "hidden_act": ("silu",)},
+    supported={
+        "attention_bias": (False, None),
+        "attn_output_gate": (True,),
+        "hidden_act": ("silu",),
+        "mlp_only_layers": ([], None),
+    },
     dimensions=DIMENSIONS
     | {
         "q_proj": ("gated_queries", "hidden"),
@@ -102,6 +107,11 @@ TEXT = Family(
         "linear_attn.norm": ("delta_head",),
     },
     carried=("mtp.",),
+    published={
+        "qwen3.5-4b": sizes(32, 2560, 16, 4, 9216, delta=32, tied=True),
+        "qwen3.5-9b": sizes(32, 4096, 16, 4, 12288, delta=32, tied=False),
+        "qwen3.5-27b": sizes(64, 5120, 24, 4, 17408, delta=48, tied=False),
+    },
 )
 WITH_VISION = replace(
     TEXT,
