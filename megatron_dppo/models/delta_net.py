@@ -61,10 +61,9 @@ class DeltaNet(GatedDeltaNet):  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DeltaNet:
         """Move or cast the module; what is fp32 in every policy gets no shorter type."""
-        exact = (self.A_log, self.out_norm.weight)
-        before = [parameter.data for parameter in exact]
+        before = self.A_log.data, self.out_norm.weight.data
         super()._apply(fn, recurse)
-        for parameter, data in zip(exact, before, strict=True):
+        for parameter, data in zip((self.A_log, self.out_norm.weight), before, strict=True):
             if parameter.dtype.itemsize < data.dtype.itemsize:
                 parameter.data = data.to(parameter.device)
         return self
