@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from megatron_dppo.estimate.layers import delta_flops
 from megatron_dppo.estimate.memory import (
     head_chunk_bytes,
     layers_of_stage,
@@ -21,7 +22,6 @@ from megatron_dppo.estimate.memory import (
     vocabulary_rows,
 )
 from megatron_dppo.estimate.workload import MeanPack, Setup, mean_pack, packs_of
-from megatron_dppo.models.shape import PolicyShape
 
 PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
 """Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s), streaming kernels, and
@@ -148,9 +148,9 @@ def stage_passes(setup: Setup) -> list[Passes]:
     layout, pack = setup.placement.layout, mean_pack(setup)
     attention, feed_forward = _attention(setup, pack), (_experts if setup.shape.experts else _dense)(setup, pack)
     if setup.shape.hybrid:
-        share, delta = 1 / setup.shape.attention_interval, _delta_net(setup, pack)
-        mean = [together(a.times(share), d.times(1 - share)) for a, d in zip(attention, delta, strict=True)]
-        attention = mean[0], mean[1]
+        share, pairs = 1 / setup.shape.attention_interval, zip(attention, _delta_net(setup, pack), strict=True)
+        forward, backward = (together(one.times(share), other.times(1 - share)) for one, other in pairs)
+        attention = forward, backward
     forward, backward = together(attention[0], feed_forward[0]), together(attention[1], feed_forward[1])
     again = {"none": Seconds(), "selective": feed_forward[0], "full": forward}[setup.config.model.recompute]
     backward, found = together(backward, again), []
@@ -221,41 +221,25 @@ def _attention(setup: Setup, pack: MeanPack) -> Pair:
     return _pair(setup, products, (forward, backward), messages, (small, small))
 
 
-DELTA_CHUNK = 64
-"""Tokens of a chunk in flash-linear-attention."""
-
-
-def delta_flops(shape: PolicyShape) -> float:
-    """FLOPs of a token's forward pass through one delta rule: products within its chunk, half of which are masked, and
-    reads and writes of the state."""
-    sizes = shape.delta_key_dim + shape.delta_value_dim
-    state = 3 * shape.delta_key_dim * shape.delta_value_dim
-    return 2.0 * shape.delta_values * (DELTA_CHUNK * sizes + state)
-
-
 def _delta_net(setup: Setup, pack: MeanPack) -> Pair:
-    """Norm, projections, convolution, norms of queries and keys, delta rule, gated norm, residual. No kernel of it was
-    ever timed here: the delta rule has the share of the matrix rate that attention has."""
+    """Norm, projections, convolution, delta rule at attention's share of the matrix rate, gated norm, residual."""
     shape, layout = setup.shape, setup.placement.layout
-    tp, held = layout.tp, pack.tokens / layout.tp
-    keys, values = shape.delta_keys * shape.delta_key_dim, shape.delta_values * shape.delta_value_dim
-    inputs = 2 * (keys + values + shape.delta_values) // tp
-    sizes = [(inputs, shape.hidden), (shape.hidden, values // tp)]
-    products = _products(setup, [(pack.tokens, *size) for size in sizes])
-    mixed, v, h = held * (2 * keys + values), held * values, pack.tokens * shape.hidden / shared_ranks(layout)
-    repeated = 2 * held * shape.delta_values * shape.delta_key_dim
-    forward = [2 * h, 3 * h, 2 * mixed, mixed, 2 * repeated, 2 * v, 4 * v]
-    backward = [3 * h, 3 * h, 3 * mixed, 2 * mixed, 3 * repeated, 4 * v, 6 * v]
+    mixed, values, held = shape.extents["delta_mixed"], shape.extents["delta_values"], pack.tokens / layout.tp
+    inputs = (mixed + values + 2 * shape.delta_values) // layout.tp
+    products = _products(setup, [(pack.tokens, inputs, shape.hidden), (pack.tokens, shape.hidden, values // layout.tp)])
+    h, m, v = pack.tokens * shape.hidden / shared_ranks(layout), held * mixed, held * values
+    r = 2 * held * shape.delta_values * shape.delta_key_dim  # queries and keys, for each value head
+    streams = [2 * h, 3 * h, 2 * m, m, 2 * r, 2 * v, 4 * v], [3 * h, 3 * h, 3 * m, 2 * m, 3 * r, 4 * v, 6 * v]
     messages = _inside(setup, pack, gathers=(1, 2), scatters=(1, 1), sums=(1, 1))
     if layout.cp > 1:  # heads for tokens, and back
         sent = message_seconds(setup, INSIDE, (pack.tokens * inputs + v) * setup.width)
-        messages = (messages[0] + sent, messages[1] + sent)
+        messages = messages[0] + sent, messages[1] + sent
     flops, dtype = delta_flops(shape) * held, setup.config.model.dtype
     products = (
         products[0] + kernel_seconds(setup, flops, 0.0, share=ATTENTION_FORWARD, dtype=dtype),
         products[1] + kernel_seconds(setup, 2.5 * flops, 0.0, share=ATTENTION_BACKWARD, dtype=dtype),
     )
-    return _pair(setup, products, (forward, backward), messages)
+    return _pair(setup, products, streams, messages)
 
 
 def _dense(setup: Setup, pack: MeanPack) -> Pair:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from operator import attrgetter
 from pathlib import Path
 
-from megatron_dppo.bridge.mapping import EMBEDDING, Entry, adapter_entries, entries
+from megatron_dppo.bridge.mapping import EMBEDDING, adapter_entries, entries
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, LoraConfig
 from megatron_dppo.estimate.assumptions import GIB
+from megatron_dppo.estimate.layers import delta_elements, kinds_of_stage, of_each_kind, thin
 from megatron_dppo.estimate.workload import Setup, packs_of, without_pruning
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, published, read_shape
@@ -76,7 +76,7 @@ def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig) -> RankE
     """Weights that a rank of a pipeline stage holds."""
     sizes = _sizes(shape, tp=layout.tp, etp=layout.expert_tp, padded=True)
     layers = layers_of_stage(shape, stage, layout)
-    dense = sum(sizes.layers[kind] for kind in _kinds_of_stage(shape, stage, layout))
+    dense = sum(sizes.layers[kind] for kind in kinds_of_stage(shape, stage, layout))
     if stage == 0:
         dense += sizes.embedding
     if stage == layout.pp - 1:
@@ -89,39 +89,18 @@ def adapter_elements(shape: PolicyShape, lora: LoraConfig, stage: int, layout: L
     here, too."""
     dense: dict[str, int] = dict.fromkeys(shape.layer_types, 0)
     expert = 0
-    for entry, kind in _of_each_kind(adapter_entries(_thin(shape), lora), shape):
+    for entry, kind in of_each_kind(adapter_entries(thin(shape), lora), shape):
         size = prod(entry.shard_shape(entry.parts(layout)))
-        if entry.expert is None:
-            dense[kind] += size
-        else:
-            expert = expert + size if entry.layer == 0 else expert
+        dense[kind] += size * (entry.expert is None)
+        expert += size * (entry.expert is not None and entry.layer == 0)
     layers = layers_of_stage(shape, stage, layout)
-    held = sum(dense[kind] for kind in _kinds_of_stage(shape, stage, layout))
+    held = sum(dense[kind] for kind in kinds_of_stage(shape, stage, layout))
     return RankElements(held, shape.experts // layout.ep * expert * layers)
 
 
 def layers_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
     """How many layers a pipeline stage has, all its virtual stages together."""
     return sum(map(len, stage_layers(shape.num_layers, stage, layout)))
-
-
-def _kinds_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> list[str]:
-    """Kinds of these layers."""
-    return [shape.layer_types[layer] for layers in stage_layers(shape.num_layers, stage, layout) for layer in layers]
-
-
-def _thin(shape: PolicyShape) -> PolicyShape:
-    """One that has all that differs, because a mixture has thousands of entries."""
-    return dataclasses.replace(shape, num_layers=shape.attention_interval, experts=min(shape.experts, 1), tied=True)
-
-
-def _of_each_kind(entries: Iterable[Entry], shape: PolicyShape) -> Iterator[tuple[Entry, str]]:
-    """Entries of the first layer of each kind, and those outside the layers, with the kind or nothing."""
-    kinds = shape.layer_types
-    for entry in entries:
-        kind = "" if entry.layer is None else kinds[entry.layer]
-        if entry.layer is None or kinds.index(kind) == entry.layer:
-            yield entry, kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +121,7 @@ def _sizes(shape: PolicyShape, *, tp: int, etp: int, padded: bool) -> _Sizes:
     """One expert and one layer of each kind are counted and multiplied."""
     layers: dict[str, int] = dict.fromkeys(shape.layer_types, 0)
     found = {"embedding": 0, "norm": 0, "expert": 0}
-    for entry, kind in _of_each_kind(entries(_thin(shape)), shape):
+    for entry, kind in of_each_kind(entries(thin(shape)), shape):
         of_expert = entry.expert is not None
         entry = dataclasses.replace(entry, shape=shape)
         size = prod(entry.shard_shape(etp if of_expert else tp)) if padded else entry.elements
@@ -370,17 +349,8 @@ def layer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> fl
     gate = queries if shape.hybrid else 0
     attention = (saved.queries * queries + saved.keys * keys + gate) / layout.tp + 4 * shape.head_dim
     share = 1 / shape.attention_interval
-    attention = share * attention + (1 - share) * _delta_elements(shape) / layout.tp
+    attention = share * attention + (1 - share) * delta_elements(shape) / layout.tp
     return saved.norms * shape.hidden / shared_ranks(layout) + attention + feed_forward_elements(shape, layout, saved)
-
-
-def _delta_elements(shape: PolicyShape) -> float:
-    """Elements that a gated delta network keeps of a token: outputs of the input projection and of the convolution,
-    queries and keys for each value head, 64 products of a chunk for each, and what comes of the delta rule. That is 2%
-    more than a rehearsal of Qwen3.5-4B keeps; no GPU has measured it."""
-    keys, values = shape.delta_keys * shape.delta_key_dim, shape.delta_values * shape.delta_value_dim
-    repeated = shape.delta_values * (2 * shape.delta_key_dim + 64)
-    return 4.0 * keys + 4 * values + repeated
 
 
 def shared_ranks(layout: LayoutConfig) -> int:

@@ -8,14 +8,8 @@ from dataclasses import dataclass, replace
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import ScheduleConfig
 from megatron_dppo.config.types import Keep
-from megatron_dppo.estimate.kernels import (
-    Passes,
-    Seconds,
-    delta_flops,
-    optimizer_seconds,
-    reduction_seconds,
-    stage_passes,
-)
+from megatron_dppo.estimate.kernels import Passes, Seconds, optimizer_seconds, reduction_seconds, stage_passes
+from megatron_dppo.estimate.layers import delta_flops
 from megatron_dppo.estimate.memory import cache_bytes, parameters_of, shape_of
 from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
 from megatron_dppo.models.shape import PolicyShape

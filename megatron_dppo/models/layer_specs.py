@@ -109,6 +109,21 @@ def _hybrid_layers(layer: Any, config: TransformerConfig, vp_stage: int | None) 
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
+def family_settings(shape: PolicyShape) -> dict[str, Any]:
+    """Megatron's settings for a family, and for gated delta networks between layers with attention."""
+    if not shape.hybrid:
+        return dict(shape.family.megatron)
+    return {
+        **shape.family.megatron,
+        "linear_attention_freq": shape.attention_interval,
+        "linear_num_key_heads": shape.delta_keys,
+        "linear_num_value_heads": shape.delta_values,
+        "linear_key_head_dim": shape.delta_key_dim,
+        "linear_value_head_dim": shape.delta_value_dim,
+        "linear_conv_kernel_dim": shape.delta_taps,
+    }
+
+
 def _attention_of_transformer_engine() -> type[torch.nn.Module]:
     """Transformer Engine's attention, and ours for packs with shared prefixes: it tells no log-sum-exp."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention

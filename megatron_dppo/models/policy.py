@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig
 from megatron_dppo.models.context import Share, gather_responses, share_of
-from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
+from megatron_dppo.models.layer_specs import Spec, choose_spec, family_settings, layer_spec
 from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.prefix_attention import SharedPrefixes
@@ -148,23 +148,10 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         gradient_accumulation_fusion=False,  # see layer_specs.add_to_main_gradients
         persist_layer_norm=False,
         deterministic_mode=spec == "torch" or model.deterministic,  # torch's embedding then sums in order
-        **shape.family.megatron,
-        **(_delta_nets(shape) if shape.hybrid else {}),
+        **family_settings(shape),
         **_recomputation(shape, model),
         **(_experts(shape, spec) if shape.experts else {}),
     )
-
-
-def _delta_nets(shape: PolicyShape) -> dict[str, Any]:
-    """Megatron's settings for gated delta networks in the layers between those with attention."""
-    return {
-        "linear_attention_freq": shape.attention_interval,
-        "linear_num_key_heads": shape.delta_keys,
-        "linear_num_value_heads": shape.delta_values,
-        "linear_key_head_dim": shape.delta_key_dim,
-        "linear_value_head_dim": shape.delta_value_dim,
-        "linear_conv_kernel_dim": shape.delta_taps,
-    }
 
 
 def _recomputation(shape: PolicyShape, model: ModelConfig) -> dict[str, Any]:

@@ -63,10 +63,16 @@ ROWS = (
 
 def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delta: int, tied: bool) -> dict[str, Any]:
     """The shape of a published Qwen3.5, whose delta networks have so many value heads."""
-    own = {"num_layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "tied": tied}
+    own: dict[str, Any] = {
+        "num_layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "tied": tied,
+    }
     own |= {"delta_keys": 16, "delta_values": delta, "delta_key_dim": 128, "delta_value_dim": 128, "delta_taps": 4}
-    own |= {"head_dim": 256, "vocab_size": 248320, "rope_theta": 1e7, "rms_eps": 1e-6, "max_positions": 262144}
-    return own | {"rotary_fraction": 0.25, "attention_interval": 4}
+    return own | {"head_dim": 256, "vocab_size": 248320, "rope_theta": 1e7, "rms_eps": 1e-6, "max_positions": 262144}
 
 
 TEXT = Family(
