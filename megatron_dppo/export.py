@@ -31,6 +31,7 @@ from megatron_dppo.bridge.hf_directory import (
     MODEL_FILES,
     SafetensorsWriter,
     copy_config_and_tokenizer,
+    dtype_in,
     plan_adapter_file,
     plan_files,
     write_adapter_config,
@@ -227,7 +228,7 @@ def merged_to_hf(
         def merge(entry: Entry) -> None:
             chunks = tensors(entry)
             for name, size in entry.tensors.items():
-                weight = _read(size, chunks[name], dtype)
+                weight = _read(size, chunks[name], dtype_in(dtype, entry))
                 a, b = map(adapter, adapters_of_tensor(name))
                 if a is not None and b is not None:
                     weight = torch.addmm(weight.float(), b, a, alpha=lora.alpha / lora.rank).to(dtype)

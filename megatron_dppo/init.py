@@ -30,7 +30,9 @@ DEFAULT_BPE_VOCABULARY = 4096
 MAX_POSITIONS = 40960
 ROPE_THETA = 1_000_000.0
 RMS_EPS = 1e-6
-ARCHITECTURES = {family.model_type: name for name, family in FAMILIES.items()}
+ARCHITECTURES = {
+    family.model_type.removesuffix("_text"): name for name, family in FAMILIES.items() if not family.text_config
+}
 
 
 def write_model(
@@ -84,6 +86,10 @@ def write_model(
     size = PolicyShape(layers, hidden, heads, kv_heads, head_dim, ffn, 0, tie, ROPE_THETA, RMS_EPS, MAX_POSITIONS)
     size = replace(size, architecture=ARCHITECTURES[family], experts=experts)
     size = replace(size, experts_per_token=experts_per_token if experts else 0)
+    if "attention_interval" in size.family.keys:
+        interval, narrow = min(4, layers), head_dim // 2
+        size = replace(size, attention_interval=interval, rotary_fraction=0.25, delta_keys=heads, delta_taps=4)
+        size = replace(size, delta_values=2 * heads, delta_key_dim=narrow, delta_value_dim=narrow)
     if shape:
         size = _published(shape)
     _check(size, std)
@@ -96,7 +102,7 @@ def write_model(
     with in_place(out) as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)
         _write_config(folder, size, plan.dtype, std, vocabulary)
-        _write_weights(folder, plan, seed=seed, std=std)
+        _write_weights(folder, plan, size, seed=seed, std=std)
     return parameters(size)
 
 
@@ -154,6 +160,9 @@ def _check(size: PolicyShape, std: float) -> None:
             raise UserError(option, value, "is no size", "Give a positive number")
     if size.heads % size.kv_heads:
         raise UserError("--kv-heads", size.kv_heads, f"does not divide the {size.heads} query heads", "Give a divisor")
+    if size.rotary_fraction < 1 and (size.head_dim % 8 or size.num_layers < 2):
+        problem = f"{size.family.model_type} turns a quarter of each head, and has attention in its last layer alone"
+        raise UserError("--head-dim", size.head_dim, problem, "Give a multiple of 8, and two --layers or more")
     if size.head_dim % 2:
         raise UserError("--head-dim", size.head_dim, "is odd, and rotary positions turn pairs", "Give an even number")
     if bool(size.experts) != ("experts" in size.family.keys):
@@ -188,13 +197,22 @@ def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: floa
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(folder: Path, plan: FilePlan, *, seed: int, std: float) -> None:
-    """Norms start at one, biases at zero, matrices are normal: Hugging Face's own initialisation."""
+def _write_weights(folder: Path, plan: FilePlan, shape: PolicyShape, *, seed: int, std: float) -> None:
+    """Norms start at one, biases at zero, matrices are normal: Hugging Face's own initialisation. In a gated delta
+    network decays are Hugging Face's too, and taps are torch's."""
     generator = torch.Generator().manual_seed(seed)
+    zeros = ("norm.weight", ".bias") if shape.family.megatron.get("layernorm_zero_centered_gamma") else (".bias",)
     with SafetensorsWriter.open(plan, folder) as writer:
         for name, size in plan.tensors.items():
-            tensor = torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
-            writer.write(name, tensor if len(size) == 1 else tensor.normal_(0.0, std, generator=generator))
+            tensor = torch.full(size, 0.0 if name.endswith(zeros) and "linear_attn" not in name else 1.0)
+            if name.endswith("A_log"):
+                tensor.uniform_(0.01, 16.0, generator=generator).log_()
+            elif name.endswith("conv1d.weight"):
+                bound = size[-1] ** -0.5
+                tensor.uniform_(-bound, bound, generator=generator)
+            elif len(size) > 1:
+                tensor.normal_(0.0, std, generator=generator)
+            writer.write(name, tensor)
 
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

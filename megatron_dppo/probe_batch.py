@@ -309,7 +309,7 @@ class _BatchProbe:
         metadata, plan_with = rollouts.metadata, planner(parts, self._pool, rollouts.metadata, step)
         if parts.config.rollout.colocated:
             self._engine.pause()
-        config = choose_sharing(parts.config)
+        config = choose_sharing(parts.config, parts.shape)
         one, two = (replace(config, loss=replace(config.loss, updates_per_rollout=count)) for count in (1, 2))
         with timers("plan"):
             whole = parts.world.from_leader(lambda: plan_with(metadata, one))

@@ -188,7 +188,7 @@ class Trainer:
     def plan(self, rollouts: CompleteRollouts) -> StepPlan:
         """Decide on one rank what is trained on, with which weight, and where: from lengths and rewards, and from the
         prompts for what packs share."""
-        config, metadata = choose_sharing(self.config), rollouts.metadata
+        config, metadata = choose_sharing(self.config, self.policy.shape), rollouts.metadata
         plan_with = planner(self.policy, self.pool, metadata, self.step)
         if self.config.pruning.completions.score == "head":
             everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(config)))
@@ -275,7 +275,7 @@ def planner(
 ) -> Callable[[StepMetadata, Config], StepPlan]:
     """``plan_step`` for the groups of a step on these ranks, counted from 0; it takes their metadata and a
     configuration. Only the leader may call it."""
-    config, world = choose_sharing(parts.config), parts.world
+    config, world = choose_sharing(parts.config, parts.shape), parts.world
     shares = world.leads and config.pack.share_prefixes != "off"
     return partial(
         plan_step,

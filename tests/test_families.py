@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.bridge.mapping import parameters
@@ -24,7 +23,6 @@ from megatron_dppo.config import (
     RolloutConfig,
     RunConfig,
 )
-from megatron_dppo.init import write_model
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.rollout.engine import generate
@@ -32,6 +30,7 @@ from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.train import train
 from tests.bridge.conversions import same, to_hf, to_megatron, weights
 from tests.models.test_logits import assert_equal_in_every_layout, assert_gradients_equal
+from tests.policies import trains, write_family
 from tests.ranks import RankPool
 from tests.rollout.test_local import assert_logprobs_of_a_plain_forward, make_prompts, sampling_of, source_of, tokens_of
 
@@ -39,31 +38,6 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(len(solution_str) % 3)
 """
-
-
-SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "original_max_position_embeddings": 16}
-"""With a base of 100 and heads of 12, of six frequencies one is kept, one is interpolated, and four are divided."""
-
-
-def write_policy(path: Path, architecture: str, **changes: object) -> Path:
-    """A policy that ``init`` makes, then with norms and biases that are neither one nor zero, with scaled rotary
-    positions if the family has Llama 3's, and with changes of its config.json: ``...`` leaves a setting out."""
-    family = FAMILIES[architecture]
-    experts = 4 if "experts" in family.keys else 0
-    write_model(path, family=family.model_type, experts=experts, vocab_size=131, hidden=48, layers=4, heads=4,
-                kv_heads=2, head_dim=12, ffn=80, tie=False, std=0.15)  # fmt: skip
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    for tensor in tensors.values():
-        if tensor.ndim == 1:
-            tensor += torch.rand(tensor.shape, generator=generator) - 0.5
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    if any(scaling.rope_type == "llama3" for scaling in family.rope_scalings):
-        config |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **SCALED}}
-    written = {name: value for name, value in (config | changes).items() if value is not ...}
-    (path / "config.json").write_text(json.dumps(written))
-    return path
 
 
 def run_of_training(rank: int, size: int, config: Config) -> None:
@@ -74,9 +48,12 @@ def run_of_training(rank: int, size: int, config: Config) -> None:
 def test_a_family_is_transformers_and_converts_generates_trains_and_is_exported(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:
-    policy = write_policy(tmp_path / "policy", family)
+    policy = write_family(tmp_path / "policy", family)
+    if not trains(policy):
+        pytest.skip("this Megatron-Core cannot train it")
     assert_equal_in_every_layout(ranks, policy)
-    assert_gradients_equal(ranks, policy, tmp_path / "gradients")
+    most = 5e-5 if read_shape(policy).hybrid else 2e-5  # a decay's gradient is a sum of large terms
+    assert_gradients_equal(ranks, policy, tmp_path / "gradients", most=most)
     assert to_megatron(policy, tmp_path / "megatron", "--verify") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify") == 0
     assert same(weights(tmp_path / "back"), weights(policy))
@@ -88,6 +65,8 @@ def assert_generates(policy: Path) -> None:
     """The local engine, from the tensors of the files, of which it misses none in silence."""
     engine = LocalEngine(policy, device=torch.device("cpu"), dtype=torch.float32, max_batch=64)
     stored = weights(policy)
+    carried = read_shape(policy).family.carried
+    stored = {name: tensor for name, tensor in stored.items() if not name.startswith(carried)}
     for name in stored:
         with pytest.raises(ValueError, match=f"model: {name} is missing.$"):
             engine.update_weights(source_of({each: stored[each] for each in stored if each != name}), version=1)
@@ -126,4 +105,5 @@ def assert_trains(ranks: RankPool, folder: Path, policy: Path) -> None:
     assert read_shape(run / "hf") == read_shape(policy)
     before, after = weights(policy), weights(run / "hf")
     assert before.keys() == after.keys()
-    assert not any(torch.equal(after[name], before[name]) for name in before)
+    carried = {name for name in before if name.startswith(read_shape(policy).family.carried)}
+    assert {name for name in before if torch.equal(after[name], before[name])} == carried

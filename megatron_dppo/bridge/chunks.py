@@ -59,6 +59,16 @@ def parameter_chunks(entry: Entry, tensors: Mapping[str, Chunk]) -> list[Chunk]:
     return [tensors[part.name].cut(part.start, part.length, row) for part, row in _stacked(entry) if part.name]
 
 
+def rows_of(chunks: Iterable[Chunk], start: int, rows: int) -> list[Chunk]:
+    """Chunks of ``rows`` rows of a matrix from row ``start`` on."""
+    cut = []
+    for chunk in chunks:
+        low, high = max(start, chunk.row), min(start + rows, chunk.row + chunk.rows)
+        if low < high:
+            cut.append(chunk.cut(low - chunk.row, high - low, low - start))
+    return cut
+
+
 def tensor_chunks(entry: Entry, chunks: Sequence[Chunk]) -> dict[str, list[Chunk]]:
     """The way back: what the entry's Hugging Face tensors are made of, by name.
 

@@ -19,9 +19,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, RELEASE, TRACKER
-from megatron_dppo.bridge.chunks import Chunk, parameter_chunks, read_rows
-from megatron_dppo.bridge.hf_directory import SAFETENSORS, FilePlan, SafetensorsWriter, copy_config_and_tokenizer
-from megatron_dppo.bridge.mapping import Entry, parameters
+from megatron_dppo.bridge.chunks import Chunk, parameter_chunks, read_rows, rows_of
+from megatron_dppo.bridge.hf_directory import (
+    SAFETENSORS,
+    FilePlan,
+    SafetensorsWriter,
+    copy_config_and_tokenizer,
+    dtype_in,
+)
+from megatron_dppo.bridge.mapping import Entry, Stored, parameters
 from megatron_dppo.bridge.safetensors_files import StoredTensor, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import CheckpointPlan, write_metadata, write_parameter
@@ -52,12 +58,13 @@ def write_megatron(
     release, hf = out / RELEASE, out / HF_FOLDER
     release.mkdir()
     hf.mkdir()
-    checksums: dict[Entry, int] = {}
+    checksums: dict[Stored, int] = {}
 
-    def convert(entry: Entry) -> None:
-        chunks = parameter_chunks(entry, tensors)
-        checksums[entry] = write_parameter(release, plan, entry, read_rows(entry.shard_shape(1), chunks, plan.dtype))
-        advance(entry.elements * plan.dtype.itemsize)
+    def convert(part: Stored) -> None:
+        chunks = rows_of(parameter_chunks(part.entry, tensors), part.start, part.rows)
+        data = read_rows(part.shape, chunks, dtype_in(plan.dtype, part.entry))
+        checksums[part] = write_parameter(release, plan, part, data)
+        advance(part.entry.elements // len(part.entry.stored) * plan.dtype.itemsize)
 
     in_threads(convert, plan.storage, workers)
     copy_config_and_tokenizer(source, hf, plan.dtype)
@@ -87,7 +94,7 @@ def write_tensors(policy: StoredPolicy, plan: FilePlan, out: Path, *, workers: i
 
         def convert(entry: Entry) -> None:
             for name, chunks in policy.tensors(entry).items():
-                writer.write_bytes(name, read_rows(plan.tensors[name], chunks, plan.dtype))
+                writer.write_bytes(name, read_rows(plan.tensors[name], chunks, plan.dtype_of(name)))
                 advance(plan.bytes_of(name))
 
         in_threads(convert, policy.parameters, workers)
@@ -135,9 +142,10 @@ def compare_tensors(
 
     def compare(entry: Entry) -> None:
         sizes = entry.tensors
+        dtype = dtype_in(written, entry)
         for name, chunks in policy.tensors(entry).items():
-            digests[name] = _digest(read_rows(sizes[name], chunks, written))
-            if digests[name] != _digest(read_rows(sizes[name], [tensors[name]], written)):
+            digests[name] = _digest(read_rows(sizes[name], chunks, dtype))
+            if digests[name] != _digest(read_rows(sizes[name], [tensors[name]], dtype)):
                 raise UserError("--verify", name, "differs between the two forms", "Convert again, and report it")
             advance(prod(sizes[name]) * written.itemsize)
 

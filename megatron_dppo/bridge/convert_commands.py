@@ -34,7 +34,7 @@ from megatron_dppo.bridge.convert import (
     write_megatron,
 )
 from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL_FILES, plan_files
-from megatron_dppo.bridge.mapping import expected_tensors, parameters
+from megatron_dppo.bridge.mapping import exact_tensors, expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
@@ -84,7 +84,8 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
         shape = read_shape(chosen.source)
         stored = check_weights(chosen.source, shape)
     tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
-    widest = reduce(torch.promote_types, {tensor.dtype for tensor in tensors.values()})
+    exact = exact_tensors(shape)
+    widest = reduce(torch.promote_types, {tensor.dtype for name, tensor in tensors.items() if name not in exact})
     plan = plan_checkpoint(shape, chosen_dtype(chosen, widest))
     files = (RELEASE, HF_FOLDER, TRACKER)
     check_out(chosen, sum(plan.files.values()), [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)

@@ -15,18 +15,31 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_dppo.bridge.chunks import write_at
-from megatron_dppo.bridge.mapping import adapter_entries, expected_tensors
-from megatron_dppo.bridge.safetensors_files import INDEX, SINGLE
+from megatron_dppo.bridge.mapping import Entry, adapter_entries, exact_tensors, expected_tensors
+from megatron_dppo.bridge.safetensors_files import (
+    CARRIED,
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    carried_tensors,
+    read_header,
+)
 from megatron_dppo.config import LoraConfig
-from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.models.shape import PolicyShape, read_shape
 
 SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types of weights, by their names in safetensors files."""
 MAX_SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in a safetensors file, as the hub's own files have it."""
+
+
+def dtype_in(dtype: torch.dtype, entry: Entry) -> torch.dtype:
+    """The type of a parameter in a policy of type ``dtype``."""
+    return torch.promote_types(dtype, torch.float32) if entry.mapping.exact else dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +56,42 @@ class FilePlan:
     """Shapes, in the order in which they lie in the files."""
     files: Mapping[str, list[str]]
     """The tensors of each file, in order."""
+    exact: frozenset[str] = frozenset()
+    """Tensors that are fp32 whatever the type of others."""
+
+    def dtype_of(self, tensor: str) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32) if tensor in self.exact else self.dtype
 
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes_of(name) for name in self.tensors)
 
     def bytes_of(self, tensor: str) -> int:
-        return prod(self.tensors[tensor]) * self.dtype.itemsize
+        return prod(self.tensors[tensor]) * self.dtype_of(tensor).itemsize
 
     def header(self, file: str) -> tuple[bytes, dict[str, int]]:
         """A file's first bytes, up to the data, and where in the file each tensor begins."""
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        starts: dict[str, int] = {}
-        end = 0
-        for name in self.files[file]:
-            starts[name], end = end, end + self.bytes_of(name)
-            offsets = [starts[name], end]
-            entries[name] = {"dtype": SAFETENSORS[self.dtype], "shape": self.tensors[name], "data_offsets": offsets}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # so that the data is aligned
-        head = len(text).to_bytes(8, "little") + text
-        return head, {name: len(head) + start for name, start in starts.items()}
+        kinds = {name: (SAFETENSORS[self.dtype_of(name)], self.tensors[name]) for name in self.files[file]}
+        return _header({name: (*kind, self.bytes_of(name)) for name, kind in kinds.items()})
 
-    def index(self) -> str:
-        files = {name: file for file, names in self.files.items() for name in names}
-        return json.dumps({"metadata": {"total_size": self.total_bytes}, "weight_map": files}, indent=2) + "\n"
+    def index(self, carried: Mapping[str, StoredTensor]) -> str:
+        files = {name: file for file, names in self.files.items() for name in names} | dict.fromkeys(carried, CARRIED)
+        total = self.total_bytes + sum(tensor.length for tensor in carried.values())
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n"
+
+
+def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:
+    """A file's first bytes, up to the data, and where in the file each tensor begins, of types, shapes and bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, (dtype, shape, length) in tensors.items():
+        starts[name], end = end, end + length
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + start for name, start in starts.items()}
 
 
 def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES) -> FilePlan:
@@ -83,9 +107,9 @@ def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MA
         files[-1].append(name)
         room -= length
     if len(files) == 1:
-        return FilePlan(dtype, tensors, {SINGLE: files[0]})
+        return FilePlan(dtype, tensors, {SINGLE: files[0]}, exact_tensors(shape))
     named = {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
-    return FilePlan(dtype, tensors, named)
+    return FilePlan(dtype, tensors, named, exact_tensors(shape))
 
 
 def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan:
@@ -105,6 +129,9 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
     "LICENSE",
 )
 """Files beside the weights that are copied as they are, where the source has them."""
@@ -115,14 +142,29 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES = ("adapter_config.json", "adapt
 
 
 def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy configuration, tokenizer and chat template; config.json then says ``dtype``."""
+    """Copy configuration, tokenizer and chat template, and the tensors that are no part of the policy; config.json then
+    says ``dtype``.
+
+    Raises:
+        UserError: as :func:`carried_tensors`.
+    """
     for name in COPIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # the older spelling
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    shape = read_shape(source)
+    for part in (config, config.get(shape.family.text_config)):
+        if part is not None:
+            part["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    if carried := carried_tensors(source, shape):
+        head, starts = _header({name: (each.dtype, each.shape, each.length) for name, each in carried.items()})
+        with (folder / CARRIED).open("wb", buffering=0) as file:
+            write_at(file.fileno(), 0, [head])
+            for name, each in carried.items():
+                data = np.memmap(each.file, np.uint8, "r", each.start, (each.length,))
+                write_at(file.fileno(), starts[name], [memoryview(data)])
 
 
 def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
@@ -175,8 +217,9 @@ class SafetensorsWriter:
             yield writer
         if writer._unwritten:
             raise ValueError(f"these tensors were not written: {', '.join(sorted(writer._unwritten))}")
-        if len(plan.files) > 1:
-            (folder / INDEX).write_text(plan.index())
+        carried = read_header(folder / CARRIED) if (folder / CARRIED).is_file() else {}
+        if len(plan.files) > 1 or carried:
+            (folder / INDEX).write_text(plan.index(carried))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor, cast to the plan's type.
@@ -187,7 +230,7 @@ class SafetensorsWriter:
         """
         if tensor.shape != self._plan.tensors.get(name):
             raise ValueError(f"{name} {list(tensor.shape)} is not in the plan")
-        data = tensor.detach().to("cpu", self._plan.dtype).contiguous().flatten().view(torch.uint8)
+        data = tensor.detach().to("cpu", self._plan.dtype_of(name)).contiguous().flatten().view(torch.uint8)
         self.write_bytes(name, [memoryview(data.numpy())])
 
     def write_bytes(self, name: str, data: Iterable[memoryview]) -> None:

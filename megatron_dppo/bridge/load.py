@@ -350,10 +350,9 @@ class MergedParameters(Mapping[Entry, torch.Tensor]):
 def adapter_state(chunks: Sequence[PolicyModel], world: World) -> dict[str, Any]:
     """Megatron's description of the adapters' shards. Layers and experts are leading dimensions, as of the policy's own
     parameters, and nothing in it depends on the layout."""
-    shape = chunks[0].shape
     state = {}
     for entry, parameter in bind_adapters(chunks, world).items():
-        leading = list(zip(entry.leading, (shape.num_layers, shape.experts), strict=False))
+        leading = list(zip(entry.leading, entry.leading_sizes, strict=True))
         offsets = [(axis, index, count) for axis, (index, count) in enumerate(leading)]
         part, whole = part_of(entry, world), entry.mapping.split is REPLICATED
         if not whole:

@@ -7,7 +7,7 @@ back, and a directory's shapes are checked against the same rows. No torch is ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -17,10 +17,10 @@ from megatron_dppo.config import LayoutConfig, LoraConfig
 from megatron_dppo.models.family import COLUMN, DIMENSIONS, REPLICATED, ROW, VOCABULARY, ParameterMapping, Split
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
-EMBEDDING = ParameterMapping(VOCABULARY, ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",))
-FINAL_NORM = ParameterMapping(REPLICATED, ("decoder.final_layernorm.weight",), ("model.norm.weight",))
+EMBEDDING = ParameterMapping(VOCABULARY, ("embedding.word_embeddings.weight",), ("model.{body}embed_tokens.weight",))
+FINAL_NORM = ParameterMapping(REPLICATED, ("decoder.final_layernorm.weight",), ("model.{body}norm.weight",))
 UNTIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), ("lm_head.weight",))
-TIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), ("model.embed_tokens.weight",), is_copy=True)
+TIED_OUTPUT = ParameterMapping(VOCABULARY, ("output_layer.weight",), EMBEDDING.tensors, is_copy=True)
 """With tied embeddings the output layer has no weight of its own, unless it is on another stage than the embedding."""
 
 
@@ -67,14 +67,23 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """The parameter's name in Megatron's distributed format."""
-        return self.mapping.key
+        """The parameter's name in Megatron's distributed format. Layers of one kind are a leading dimension there."""
+        return self.mapping.key.replace(".{layer}", f".{self.layer}" if self.shape.hybrid else "")
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """What of it has keys of its own in Megatron's distributed format."""
+        sections, start = [], 0
+        for _, name, kind in self.mapping.sections:
+            sections.append(Stored(self, f"{self.key}.{name}", start, size := self.shape.extents[kind]))
+            start += size
+        return tuple(sections) or (Stored(self, self.key, 0, self.shard_shape(1)[0]),)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, by name."""
         rank = self.mapping.lora_rank
-        return {self._numbered(name): _tensor_shape(self.shape, name, rank) for name in self.mapping.tensors}
+        return {name: _tensor_shape(self.shape, name, rank) for name in map(self._numbered, self.mapping.tensors)}
 
     @property
     def elements(self) -> int:
@@ -84,12 +93,18 @@ class Entry:
     @property
     def leading(self) -> tuple[int, ...]:
         """Where the parameter lies in the leading dimensions of its key in Megatron's distributed format."""
-        return tuple(index for index in (self.layer, self.expert) if index is not None)
+        return tuple(index for index, _ in self._leading)
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape of its key's tensor there, leading dimensions included."""
-        return (self.shape.num_layers, self.shape.experts)[: len(self.leading)] + self.shard_shape(1)
+    def leading_sizes(self) -> tuple[int, ...]:
+        """Sizes of these dimensions."""
+        return tuple(size for _, size in self._leading)
+
+    @property
+    def _leading(self) -> list[tuple[int, int]]:
+        layer = None if self.shape.hybrid else self.layer
+        pairs = ((layer, self.shape.num_layers), (self.expert, self.shape.experts))
+        return [(index, size) for index, size in pairs if index is not None]
 
     def expert_rank(self, ep: int) -> int:
         """Which of ``ep`` expert-parallel ranks has this expert. They hold runs of equal length."""
@@ -137,9 +152,47 @@ class Entry:
                 return tuple(
                     Slice(name, group * size, (group + 1) * size) for group in groups for name, size in heads.items()
                 )
+            case Split.GATED_QKV:
+                size, heads_each = self.shape.head_dim, self.shape.heads // self.shape.kv_heads
+                query, *others = extents
+                pieces: list[tuple[str, int]] = []
+                for group in range(*_part(self.shape.kv_heads, tp_rank, tp, "query groups")):
+                    of_group = range(group * heads_each, (group + 1) * heads_each)
+                    pieces += [(query, 2 * head + gate) for gate in (0, 1) for head in of_group]
+                    pieces += [(name, group) for name in others]
+                return tuple(Slice(name, place * size, (place + 1) * size) for name, place in pieces)
+            case Split.SECTIONS:
+                names, begins = list(extents), dict.fromkeys(extents, 0)
+                cut = []
+                for number, section, kind in self.mapping.sections:
+                    name, size = names[number], self.shape.extents[kind]
+                    start, stop = _part(size, tp_rank, tp, f"{section} features")
+                    cut.append(Slice(name, begins[name] + start, begins[name] + stop))
+                    begins[name] += size
+                return tuple(cut)
 
     def _numbered(self, name: str) -> str:
-        return name.format(layer=self.layer, expert=self.expert)
+        return name.format(layer=self.layer, expert=self.expert, body=self.shape.family.body)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Rows of a parameter with a key of their own in Megatron's distributed format: most often all of them."""
+
+    entry: Entry
+    key: str
+    start: int
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter's rows."""
+        return (self.rows, *self.entry.shard_shape(1)[1:])
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of its key's tensor, leading dimensions included."""
+        return self.entry.leading_sizes + self.shape
 
 
 def entries(shape: PolicyShape, layers: Sequence[range] | None = None) -> Iterator[Entry]:
@@ -169,10 +222,12 @@ def adapter_entries(shape: PolicyShape, lora: LoraConfig, layers: Sequence[range
 
 
 def _of_layers(shape: PolicyShape, mappings: Sequence[ParameterMapping], layers: Sequence[range]) -> Iterator[Entry]:
+    kinds = shape.layer_types
     for layer in chain.from_iterable(layers):
-        yield from (Entry(mapping, shape, layer) for mapping in mappings if not mapping.of_expert)
+        there = [mapping for mapping in mappings if mapping.layers in ("", kinds[layer])]
+        yield from (Entry(mapping, shape, layer) for mapping in there if not mapping.of_expert)
         for expert in range(shape.experts):
-            yield from (Entry(mapping, shape, layer, expert) for mapping in mappings if mapping.of_expert)
+            yield from (Entry(mapping, shape, layer, expert) for mapping in there if mapping.of_expert)
 
 
 PEFT = "base_model.model."
@@ -195,7 +250,7 @@ def _adapter_mappings(
             for letter, split in zip("ba", splits, strict=True):
                 names = tuple(f"{_adapters_of(of)}.{target}.{letter}" for of in mapping.megatron)
                 tensor = f"{PEFT}{module}.lora_{letter.upper()}.weight"
-                found.append(ParameterMapping(split, names, (tensor,), lora_rank=rank))
+                found.append(ParameterMapping(split, names, (tensor,), lora_rank=rank, layers=mapping.layers))
     return tuple(found)
 
 
@@ -216,6 +271,11 @@ def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     return {name: size for entry in entries(shape) for name, size in entry.tensors.items()}
 
 
+def exact_tensors(shape: PolicyShape) -> frozenset[str]:
+    """Those that are fp32 in every policy and file."""
+    return frozenset(name for entry in entries(shape) if entry.mapping.exact for name in entry.tensors)
+
+
 def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     """Tensors that a directory may hold besides: a copy of the embedding, as the output layer that is tied to it.
 
@@ -229,15 +289,15 @@ def parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
     return sum(entry.elements for entry in (adapter_entries(shape, lora) if lora else entries(shape)))
 
 
-def tensor_dimensions(name: str) -> tuple[str, ...]:
+def tensor_dimensions(name: str, known: Mapping[str, tuple[str, ...]] = DIMENSIONS) -> tuple[str, ...]:
     """Kind of each dimension of a policy's Hugging Face tensor.
 
         tensor_dimensions("model.layers.5.self_attn.o_proj.weight") == ("hidden", "queries")
 
     Besides these two: vocabulary, keys, head, feed_forward, experts.
     """
-    *_, module, kind = name.split(".")
-    dimensions = DIMENSIONS.get(module, ("hidden",))
+    *around, module, kind = name.split(".")
+    dimensions = known.get(".".join((*around[-1:], module))) or known.get(module, ("hidden",))
     return dimensions[:1] if kind == "bias" else dimensions
 
 
@@ -245,9 +305,9 @@ def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
     extents = shape.extents
     if rank:
         *before, module, _ = name.split(".")
-        outputs, inputs = (extents[dimension] for dimension in DIMENSIONS[before[-1]])
+        outputs, inputs = (extents[dimension] for dimension in shape.family.dimensions[before[-1]])
         return (rank, inputs) if module == "lora_A" else (outputs, rank)
-    return tuple(extents[dimension] for dimension in tensor_dimensions(name))
+    return tuple(extents[dimension] for dimension in tensor_dimensions(name, shape.family.dimensions))
 
 
 def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:

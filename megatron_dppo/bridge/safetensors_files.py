@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.bridge.mapping import EMBEDDING, expected_tensors, redundant_tensors
+from megatron_dppo.bridge.mapping import EMBEDDING, Entry, expected_tensors, redundant_tensors
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CARRIED = "model-carried.safetensors"
+"""Tensors that are no part of the policy, as they came."""
 NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """The types of weights that can be read, by NumPy's names; for BF16, which it lacks, that of the same size."""
 LONGEST_HEADER = 100_000_000
@@ -40,6 +42,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     """Its first byte in the file."""
+
+    @property
+    def length(self) -> int:
+        """Its bytes."""
+        return np.dtype(NUMPY[self.dtype]).itemsize * math.prod(self.shape)
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -147,6 +154,7 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
     expected = expected_tensors(shape)
     allowed = expected | redundant_tensors(shape)
     missing = [name for name in expected if name not in found]
+    found = {name: tensor for name, tensor in found.items() if not name.startswith(shape.family.carried)}
     unexpected = [name for name in found if name not in allowed]
     if missing:
         problem = f"{_some(missing)} missing{nearest_name(missing[0], unexpected)}"
@@ -164,12 +172,30 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
             problem = f"{name} is stored as {tensor.dtype}, which is none of {', '.join(NUMPY)}"
             raise _unreadable(path, problem, "take weights that are not quantized")
     for name in redundant_tensors(shape):
-        embedding = EMBEDDING.tensors[0]
+        (embedding,) = Entry(EMBEDDING, shape).tensors
         if name in found and not _are_equal(found[name], found[embedding]):
             problem = f"{name} differs from {embedding}, and config.json makes them one (tie_word_embeddings = true)"
             remedy = f"set tie_word_embeddings to false in its config.json, or take {name} out of its files"
             raise _unreadable(path, problem, remedy)
     return found
+
+
+def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
+    """Tensors of a directory that are no part of the policy, and stay beside it: a vision tower, heads for further
+    tokens. The directory may have no weights but these.
+
+    Raises:
+        UserError: if there are none, and the model that the policy is a part of requires some.
+    """
+    if (path / CARRIED).is_file():
+        return read_header(path / CARRIED)
+    has_weights = (path / INDEX).is_file() or (path / SINGLE).is_file()
+    found = stored_tensors(path) if has_weights and shape.family.carried else {}
+    carried = {name: tensor for name, tensor in found.items() if name.startswith(shape.family.carried)}
+    if shape.family.text_config and not carried:
+        problem = f"has none of the tensors of {shape.architecture} beside its text model"
+        raise _unreadable(path, problem, "take the directory of the whole model, with its weights")
+    return carried
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from megatron_dppo.bridge.checkpoint_folder import METADATA, Checksums, DamagedError, damaged, refusing_damage
 from megatron_dppo.bridge.chunks import Chunk, tensor_chunks
-from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, adapter_entries, entries
+from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, Stored, adapter_entries, entries
 from megatron_dppo.bridge.safetensors_files import nearest_name
 from megatron_dppo.bridge.torch_dist import data_offset, file_sizes, locate_data, open_archive
 from megatron_dppo.config import LoraConfig
@@ -135,7 +135,7 @@ def find_foreign_pickle(folder: Path) -> str | None:
     return None
 
 
-Blocks = Sequence[ChunkStorageMetadata]
+Blocks = Sequence[tuple[Stored, ChunkStorageMetadata]]
 
 
 class StoredPolicy:
@@ -173,8 +173,9 @@ class StoredPolicy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that holds every stored weight."""
-        dtypes = {self._tensors[entry.key].properties.dtype for entry in self.parameters}
+        """The type that holds every stored weight, but for those that are fp32 in every policy."""
+        kept = [entry.stored[0].key for entry in self.parameters if not entry.mapping.exact]
+        dtypes = {self._tensors[key].properties.dtype for key in kept}
         return reduce(torch.promote_types, dtypes)
 
     def check(self, *, share: int = 0, of: int = 1) -> None:
@@ -186,7 +187,7 @@ class StoredPolicy:
         Raises:
             UserError: naming the first file that is damaged.
         """
-        stored = [(entry.key, block) for entry, blocks in self.parameters.items() for block in blocks]
+        stored = [(part.key, block) for blocks in self.parameters.values() for part, block in blocks]
         with refusing_damage(self._folder, self._setting):
             for key, block in stored[share::of]:
                 self._check_block(key, block)
@@ -197,9 +198,9 @@ class StoredPolicy:
         Raises:
             UserError: if a file is damaged there.
         """
-        key, leading = entry.key, len(entry.leading)
+        key = entry.key
         try:
-            chunks = [self._chunk(key, block, leading) for block in self.parameters[entry]]
+            chunks = [self._chunk(part, block) for part, block in self.parameters[entry]]
         except DamagedError as error:
             raise damaged(self._folder, self._setting, str(error)) from error
         except Exception as error:  # whatever reading a damaged archive raises
@@ -213,22 +214,22 @@ class StoredPolicy:
             self.checksums.check_block(stored.relative_path, stored.offset)
         return stored
 
-    def _chunk(self, key: str, block: ChunkStorageMetadata, leading: int) -> Chunk:
-        """A block, whose ``leading`` dimensions are one, as a chunk of what comes after these.
+    def _chunk(self, part: Stored, block: ChunkStorageMetadata) -> Chunk:
+        """A block, whose leading dimensions are one, as a chunk of what comes after these.
 
         Raises:
             DamagedError: if it differs from its checksum.
             ValueError: if it is not stored as Megatron does, or not at all.
         """
-        stored = self._check_block(key, block)
-        file, dtype = self._folder / stored.relative_path, self._tensors[key].properties.dtype
+        stored, leading = self._check_block(part.key, block), len(part.entry.leading)
+        file, dtype = self._folder / stored.relative_path, self._tensors[part.key].properties.dtype
         start, size = locate_data(file, stored.offset, stored.length)
         # Megatron writes contiguous tensors only, so the record is the block.
         if size != prod(block.sizes) * dtype.itemsize:
             raise ValueError(f"{size} bytes in {file.name} do not fit the shape {list(block.sizes)}")
         row, column = (*block.offsets[leading:], 0)[:2]
-        rows, columns = (*block.sizes[leading:], 1)[:2]
-        return Chunk(file, start, dtype, rows, columns, row, column)
+        rows, columns = block.sizes[leading], prod(block.sizes[leading + 1 :])
+        return Chunk(file, start, dtype, rows, columns, part.start + row, column)
 
     def _check_files(self) -> None:
         for name, size in file_sizes(self._storage.values()).items():
@@ -243,7 +244,7 @@ class StoredPolicy:
             problem = "holds the adapters of a run with model.lora, and not the policy that they belong to"
             remedy = "Give the run's export, RUN/hf, or what `megatron-dppo export RUN --merge` makes"
             raise self._unreadable(problem, remedy)
-        keys = {entry.key: len(entry.leading) for entry in wanted}
+        keys = {part.key: len(entry.leading) for entry in wanted for part in entry.stored}
         roots = {key.partition(".")[0] for key in (*keys, UNTIED_OUTPUT.key)}  # beside these are an optimizer's
         unexpected = [key for key in self._tensors if key.partition(".")[0] in roots and key not in keys]
         if missing := [key for key in keys if key not in self._tensors]:
@@ -255,20 +256,23 @@ class StoredPolicy:
         for key, leading in keys.items():
             for block in self._tensors[key].chunks:
                 blocks.setdefault((key, tuple(block.offsets[:leading])), []).append(block)
-        found: dict[Entry, Blocks] = {entry: blocks.get((entry.key, entry.leading), []) for entry in wanted}
-        for entry, of_entry in found.items():
-            self._check_parameter(entry, tuple(self._tensors[entry.key].size), of_entry)
+        found: dict[Entry, Blocks] = {}
+        for entry in wanted:
+            of_parts = {part: blocks.get((part.key, entry.leading), []) for part in entry.stored}
+            for part, of_part in of_parts.items():
+                self._check_parameter(part, tuple(self._tensors[part.key].size), of_part)
+            found[entry] = [(part, block) for part, of_part in of_parts.items() for block in of_part]
         return found
 
-    def _check_parameter(self, entry: Entry, stored: tuple[int, ...], blocks: Blocks) -> None:
-        expected = list(entry.stored_shape)
+    def _check_parameter(self, part: Stored, stored: tuple[int, ...], blocks: Sequence[ChunkStorageMetadata]) -> None:
+        entry, expected = part.entry, list(part.stored_shape)
         if entry.mapping.split is Split.VOCABULARY and stored[:1] >= (entry.shape.vocab_size,):
             expected[0] = stored[0]  # the padding depends on who wrote it
         if stored != tuple(expected):
-            raise self._other_policy(f"{entry.key} has shape {list(stored)}, but config.json makes it {expected}")
+            raise self._other_policy(f"{part.key} has shape {list(stored)}, but config.json makes it {expected}")
         if sum(prod(block.sizes) for block in blocks) != prod(expected[len(entry.leading) :]):
             layer = f" of layer {entry.layer}" if entry.leading else ""
-            raise self._unreadable(f"{entry.key}{layer} is there in part only", "Fetch the checkpoint again")
+            raise self._unreadable(f"{part.key}{layer} is there in part only", "Fetch the checkpoint again")
 
     def _other_policy(self, problem: str) -> UserError:
         return self._unreadable(problem, "Give the config.json of the policy that it was written of")

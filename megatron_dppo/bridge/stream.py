@@ -8,16 +8,17 @@ together have one copy of the policy exchange anything: copies send one another 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import prod
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_dppo.bridge.hf_directory import dtype_in
 from megatron_dppo.bridge.load import MergedParameters, bind, bind_adapters, slices_of
 from megatron_dppo.bridge.mapping import Entry, adapter_entries, entries
 from megatron_dppo.config import LayoutConfig, LoraConfig
@@ -66,11 +67,12 @@ def weight_stream(
         chunks: the bare model, one for each virtual stage.
         to: who consumes.
         bucket_mib: most MiB in a bucket; a parameter whose tensors take more has a bucket of its own.
-        dtype: of the tensors; None: that of the parameters, which must then be one.
+        dtype: of the tensors; None: that of the parameters, which must then be one. What is fp32 in every policy has
+            buckets of its own, after all others.
     """
     bound, adapters = bind(chunks, world), bind_adapters(chunks, world)
     if dtype is None:
-        (dtype,) = {parameter.dtype for parameter in bound.values()}
+        (dtype,) = {parameter.dtype for entry, parameter in bound.items() if not entry.mapping.exact}
     parameters = MergedParameters(bound, adapters, chunks[0].lora.scale, world) if adapters else bound
     yield from _stream(parameters, chunks[0].shape, world, to, bucket_mib, dtype)
 
@@ -136,14 +138,15 @@ def plan_buckets(
     """The entries of ``stages``, which take turns, in buckets as full as that order allows; those of the adapters of
     ``lora`` instead, if it is given."""
     buckets: list[Bucket] = []
-    room = 0
     layers = [stage_layers(shape.num_layers, stage, layout) for stage in stages]
-    of_stages = (adapter_entries(shape, lora, each) if lora else entries(shape, each) for each in layers)
-    for turn in zip_longest(*of_stages):
-        for stage, entry in zip(stages, turn, strict=True):
-            if entry is None or entry.mapping.is_copy:
+    of_stages = [list(adapter_entries(shape, lora, each) if lora else entries(shape, each)) for each in layers]
+    turns = [list(zip(stages, turn, strict=True)) for turn in zip_longest(*of_stages)]
+    for exact in (False, True):  # a bucket's tensors have one type
+        room = 0
+        for stage, entry in chain.from_iterable(turns):
+            if entry is None or entry.mapping.is_copy or entry.mapping.exact is not exact:
                 continue
-            size = entry.elements * dtype.itemsize
+            size = entry.elements * dtype_in(dtype, entry).itemsize
             if size > room:
                 buckets.append([])
                 room = most_bytes
@@ -191,8 +194,8 @@ class _Gathers:
         self._consumes = self._rank in consumers
         self._receivers = [rank for rank in consumers if rank != self._rank]
         buffered = [bucket for bucket in buckets if not self._is_large_embedding(bucket)]
-        self._received = self._empty(max(map(self._elements_exchanged, buffered), default=0))
-        self._assembled = self._empty(max(map(self._elements_assembled, buffered), default=0))
+        self._received = self._buffer(map(self._elements_exchanged, buffered), buffered)
+        self._assembled = self._buffer(map(self._elements_assembled, buffered), buffered)
         if ranks > 1:  # NCCL wants every rank in the first operation of a group, and a bucket need not concern all
             # Else NCCL guesses the GPU from the rank, and may take another process's.
             dist.barrier(self._group, device_ids=None if self._device.index is None else [self._device.index])
@@ -200,7 +203,11 @@ class _Gathers:
     def start(self, bucket: Bucket) -> _Gather:
         """Send this rank's shards to all who consume, and receive those of others if it consumes. Does not wait."""
         total = self._elements_exchanged(bucket)
-        memory = self._empty(total) if self._is_large_embedding(bucket) else self._received[:total]
+        memory = (
+            torch.empty(total, dtype=self._dtype, device=self._device)
+            if self._is_large_embedding(bucket)
+            else self._received.view(self._dtype_of(bucket))[:total]
+        )
         shards: dict[tuple[int, Entry], torch.Tensor] = {}
         exchanges: list[dist.P2POp] = []
         start = 0
@@ -225,15 +232,15 @@ class _Gathers:
         if not self._consumes:
             return {}
         tensors: Tensors = {}
-        start = 0
+        start, dtype = 0, self._dtype_of(gather.bucket)
         for item in gather.bucket:
             entry = item.entry
             if self._has_whole(item):
-                tensors |= whole_tensors(entry, self._parameters[entry], self._dtype)
+                tensors |= whole_tensors(entry, self._parameters[entry], dtype)
             elif self._is_large_embedding(gather.bucket):
                 tensors |= _views(entry, gather.memory)
             else:
-                whole = _views(entry, self._assembled[start:])
+                whole = _views(entry, self._assembled.view(dtype)[start:])
                 start += entry.elements
                 shards = [
                     self._parameters[entry] if rank == self._rank else gather.shards[rank, entry]
@@ -289,8 +296,13 @@ class _Gathers:
     def _elements_assembled(self, bucket: Bucket) -> int:
         return sum(item.entry.elements for item in bucket if self._consumes and not self._has_whole(item))
 
-    def _empty(self, elements: int) -> torch.Tensor:
-        return torch.empty(elements, dtype=self._dtype, device=self._device)
+    def _dtype_of(self, bucket: Bucket) -> torch.dtype:
+        return dtype_in(self._dtype, bucket[0].entry)
+
+    def _buffer(self, elements: Iterable[int], buckets: Sequence[Bucket]) -> torch.Tensor:
+        """Bytes for any one of the buckets, of which each has so many elements; a multiple of every type's size."""
+        sizes = (count * self._dtype_of(bucket).itemsize for count, bucket in zip(elements, buckets, strict=True))
+        return torch.empty(-(-max(sizes, default=0) // 8) * 8, dtype=torch.uint8, device=self._device)
 
 
 def _copy_group(world: World, *, of_stage: bool) -> dist.ProcessGroup:

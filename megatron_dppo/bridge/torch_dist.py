@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from typing import IO, cast
@@ -36,7 +37,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA, Block, Checksums
 from megatron_dppo.bridge.chunks import write_at
-from megatron_dppo.bridge.mapping import Entry, entries
+from megatron_dppo.bridge.hf_directory import dtype_in
+from megatron_dppo.bridge.mapping import Stored, entries
 from megatron_dppo.models.shape import PolicyShape
 
 COMMON = "common.pt"
@@ -54,10 +56,10 @@ WRITTEN_BY = {
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """Which file each parameter goes to, and where in it: every one as a single block."""
+    """Which file each parameter goes to, and where in it: all of it that has a key of its own as a single block."""
 
     dtype: torch.dtype
-    storage: Mapping[Entry, _StorageInfo]
+    storage: Mapping[Stored, _StorageInfo]
 
     @property
     def files(self) -> dict[str, int]:
@@ -68,10 +70,11 @@ class CheckpointPlan:
         """Content of ``.metadata``."""
         tensors: dict[str, TensorStorageMetadata] = {}
         indexed: dict[MetadataIndex, _StorageInfo] = {}
-        for entry, stored in self.storage.items():
-            key, shape = entry.key, _block_shape(entry)
-            whole = TensorStorageMetadata(TensorProperties(dtype=self.dtype), torch.Size(entry.stored_shape), [])
-            offsets = torch.Size([*entry.leading, *(0 for _ in shape[len(entry.leading) :])])
+        for part, stored in self.storage.items():
+            key, leading, shape = part.key, part.entry.leading, _block_shape(part)
+            properties = TensorProperties(dtype=dtype_in(self.dtype, part.entry))
+            whole = TensorStorageMetadata(properties, torch.Size(part.stored_shape), [])
+            offsets = torch.Size([*leading, *(0 for _ in shape[len(leading) :])])
             tensors.setdefault(key, whole).chunks.append(ChunkStorageMetadata(offsets, torch.Size(shape)))
             indexed[MetadataIndex(key, offsets)] = stored
         return Metadata(dict(tensors), storage_data=indexed)
@@ -79,18 +82,18 @@ class CheckpointPlan:
 
 def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> CheckpointPlan:
     """Parameters in the order of the forward pass, as many to a file as fit."""
-    storage: dict[Entry, _StorageInfo] = {}
+    storage: dict[Stored, _StorageInfo] = {}
     file, end = 0, 0
-    for entry in entries(shape):
-        length = _archive(_block_shape(entry), dtype).length
+    for part in chain.from_iterable(entry.stored for entry in entries(shape)):
+        length = _archive(_block_shape(part), dtype_in(dtype, part.entry)).length
         if end and end + length > FILE_BYTES:
             file, end = file + 1, 0
-        storage[entry] = _StorageInfo(f"__0_{file}.distcp", end, length)
+        storage[part] = _StorageInfo(f"__0_{file}.distcp", end, length)
         end += length
     return CheckpointPlan(dtype, storage)
 
 
-def write_parameter(folder: Path, plan: CheckpointPlan, entry: Entry, data: Iterable[memoryview]) -> int:
+def write_parameter(folder: Path, plan: CheckpointPlan, part: Stored, data: Iterable[memoryview]) -> int:
     """Write a parameter's bytes, in the plan's type, where the plan says. Threads may write side by side.
 
     Returns:
@@ -100,7 +103,7 @@ def write_parameter(folder: Path, plan: CheckpointPlan, entry: Entry, data: Iter
         ValueError: if they are too many or too few.
         OSError: for a full disk.
     """
-    stored, archive = plan.storage[entry], _archive(_block_shape(entry), plan.dtype)
+    stored, archive = plan.storage[part], _archive(_block_shape(part), dtype_in(plan.dtype, part.entry))
     crc = 0
 
     def with_checksum(data: Iterable[memoryview | bytes]) -> Iterator[memoryview | bytes]:
@@ -114,14 +117,14 @@ def write_parameter(folder: Path, plan: CheckpointPlan, entry: Entry, data: Iter
         start = write_at(file, stored.offset, with_checksum([archive.head]))
         end = write_at(file, start, with_checksum(data))
         if end != start + archive.size:
-            raise ValueError(f"{entry.megatron[0]} has {end - start} bytes instead of {archive.size}")
+            raise ValueError(f"{part.entry.megatron[0]} has {end - start} bytes instead of {archive.size}")
         write_at(file, end, with_checksum([archive.tail]))
     finally:
         os.close(file)
     return crc
 
 
-def write_metadata(folder: Path, plan: CheckpointPlan, checksums: Mapping[Entry, int]) -> None:
+def write_metadata(folder: Path, plan: CheckpointPlan, checksums: Mapping[Stored, int]) -> None:
     """Write what makes a checkpoint of a folder in which every parameter is.
 
     Args:
@@ -133,8 +136,8 @@ def write_metadata(folder: Path, plan: CheckpointPlan, checksums: Mapping[Entry,
     (folder / METADATA).write_bytes(pickle.dumps(plan.metadata()))
     (folder / FORMAT).write_text(json.dumps(WRITTEN_BY))
     blocks: dict[str, list[Block]] = {}
-    for entry, stored in plan.storage.items():  # in the order in which they lie
-        blocks.setdefault(stored.relative_path, []).append(Block(stored.offset + stored.length, checksums[entry]))
+    for part, stored in plan.storage.items():  # in the order in which they lie
+        blocks.setdefault(stored.relative_path, []).append(Block(stored.offset + stored.length, checksums[part]))
     Checksums(folder, blocks).write()
 
 
@@ -203,9 +206,9 @@ def data_offset(record: ZipInfo, mapped: mmap) -> int:
     return record.header_offset + 30 + int(name) + int(extra)
 
 
-def _block_shape(entry: Entry) -> tuple[int, ...]:
+def _block_shape(part: Stored) -> tuple[int, ...]:
     """The shape of a whole parameter as a block of its key's tensor."""
-    return (1,) * len(entry.leading) + entry.shard_shape(1)
+    return (1,) * len(part.entry.leading) + part.shape
 
 
 def file_sizes(storage: Iterable[_StorageInfo]) -> dict[str, int]:

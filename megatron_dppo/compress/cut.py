@@ -205,6 +205,9 @@ def check_cut(shape: PolicyShape, method: str, keep: float) -> None:
     """
     if not 0 < keep < 1:
         raise UserError("--keep", keep, "is no share between 0 and 1", "Give 0.75, for instance")
+    if shape.hybrid:
+        problem = f"cannot remove anything from {shape.architecture}, which has gated delta networks"
+        raise UserError("--method", method, problem, "Give a policy that has attention in every layer")
     if shape.experts and method in ("2ssp", "width", "minitron"):
         problem = "removes units of feed-forward layers, and is for policies without experts"
         raise UserError("--method", method, problem, "Give experts, hidden, heads or depth")

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,8 @@ def _check_message(row: Row, message: Mapping[str, Any]) -> None:
         raise row.error(f"has a prompt with a message of the role {role!r:.60}", remedy)
     if role == "assistant" and message.get("tool_calls") and not content:
         return
+    if isinstance(content, list) and {"image", "image_url", "video"} & set(chain.from_iterable(content)):
+        raise row.error("has a prompt with an image or a video", "Give text alone: vision towers are not trained here")
     if not isinstance(content, str):
         kind = "no content" if content is None else f"a {type(content).__name__} for its content"
         raise row.error(f"has a prompt with a message of the {role} that has {kind}", "Give its text as a string")

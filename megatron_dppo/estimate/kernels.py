@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from megatron_dppo.estimate.layers import delta_flops
 from megatron_dppo.estimate.memory import (
     head_chunk_bytes,
     layers_of_stage,
@@ -146,6 +147,10 @@ def stage_passes(setup: Setup) -> list[Passes]:
     """Passes of the mean pack through each pipeline stage, its messages to other stages included."""
     layout, pack = setup.placement.layout, mean_pack(setup)
     attention, feed_forward = _attention(setup, pack), (_experts if setup.shape.experts else _dense)(setup, pack)
+    if setup.shape.hybrid:
+        share, pairs = 1 / setup.shape.attention_interval, zip(attention, _delta_net(setup, pack), strict=True)
+        forward, backward = (together(one.times(share), other.times(1 - share)) for one, other in pairs)
+        attention = forward, backward
     forward, backward = together(attention[0], feed_forward[0]), together(attention[1], feed_forward[1])
     again = {"none": Seconds(), "selective": feed_forward[0], "full": forward}[setup.config.model.recompute]
     backward, found = together(backward, again), []
@@ -195,7 +200,8 @@ def _attention(setup: Setup, pack: MeanPack) -> Pair:
     shape, layout = setup.shape, setup.placement.layout
     queries, keys = (heads * shape.head_dim // layout.tp for heads in (shape.heads, shape.kv_heads))
     q, k, h = (pack.tokens * width for width in (queries, keys, shape.hidden / shared_ranks(layout)))
-    sizes = [(queries + 2 * keys, shape.hidden), (shape.hidden, queries)]
+    gates = queries if shape.hybrid else 0
+    sizes = [(queries + gates + 2 * keys, shape.hidden), (shape.hidden, queries)]
     products = _products(setup, [(pack.tokens, *size) for size in sizes])
     forward = [2 * h, 3 * h, *3 * [2 * q, 2 * k], 2 * k, q]
     backward = [3 * h, 3 * h, 3 * q, 3 * k, 2 * q, 2 * k, 2 * (q + 2 * k), q + 2 * k]
@@ -213,6 +219,27 @@ def _attention(setup: Setup, pack: MeanPack) -> Pair:
         products[1] + kernel_seconds(setup, 5 * flops, 0.0, share=ATTENTION_BACKWARD, dtype=dtype),
     )
     return _pair(setup, products, (forward, backward), messages, (small, small))
+
+
+def _delta_net(setup: Setup, pack: MeanPack) -> Pair:
+    """Norm, projections, convolution, delta rule at attention's share of the matrix rate, gated norm, residual."""
+    shape, layout = setup.shape, setup.placement.layout
+    mixed, values, held = shape.extents["delta_mixed"], shape.extents["delta_values"], pack.tokens / layout.tp
+    inputs = (mixed + values + 2 * shape.delta_values) // layout.tp
+    products = _products(setup, [(pack.tokens, inputs, shape.hidden), (pack.tokens, shape.hidden, values // layout.tp)])
+    h, m, v = pack.tokens * shape.hidden / shared_ranks(layout), held * mixed, held * values
+    r = 2 * held * shape.delta_values * shape.delta_key_dim  # queries and keys, for each value head
+    streams = [2 * h, 3 * h, 2 * m, m, 2 * r, 2 * v, 4 * v], [3 * h, 3 * h, 3 * m, 2 * m, 3 * r, 4 * v, 6 * v]
+    messages = _inside(setup, pack, gathers=(1, 2), scatters=(1, 1), sums=(1, 1))
+    if layout.cp > 1:  # heads for tokens, and back
+        sent = message_seconds(setup, INSIDE, (pack.tokens * inputs + v) * setup.width)
+        messages = messages[0] + sent, messages[1] + sent
+    flops, dtype = delta_flops(shape) * held, setup.config.model.dtype
+    products = (
+        products[0] + kernel_seconds(setup, flops, 0.0, share=ATTENTION_FORWARD, dtype=dtype),
+        products[1] + kernel_seconds(setup, 2.5 * flops, 0.0, share=ATTENTION_BACKWARD, dtype=dtype),
+    )
+    return _pair(setup, products, streams, messages)
 
 
 def _dense(setup: Setup, pack: MeanPack) -> Pair:

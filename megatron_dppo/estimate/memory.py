@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_dppo.bridge.mapping import EMBEDDING, adapter_entries, entries
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, LoraConfig
 from megatron_dppo.estimate.assumptions import GIB
+from megatron_dppo.estimate.layers import delta_elements, kinds_of_stage, of_each_kind, thin
 from megatron_dppo.estimate.workload import Setup, packs_of, unpruned
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, published, read_shape
@@ -65,7 +66,7 @@ def parameters_of(shape: PolicyShape) -> Parameters:
     sizes = _sizes(shape, tp=1, etp=1, padded=False)
     experts = shape.experts * sizes.expert * shape.num_layers
     outside = sizes.embedding if shape.tied else 2 * sizes.embedding
-    total = outside + sizes.norm + sizes.layer * shape.num_layers + experts
+    total = outside + sizes.norm + sum(map(sizes.layers.__getitem__, shape.layer_types)) + experts
     unused = experts - experts * shape.experts_per_token // max(shape.experts, 1)
     return Parameters(total, total - unused, total - unused - outside, sizes.embedding)
 
@@ -75,7 +76,7 @@ def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig) -> RankE
     """Weights that a rank of a pipeline stage holds."""
     sizes = _sizes(shape, tp=layout.tp, etp=layout.expert_tp, padded=True)
     layers = layers_of_stage(shape, stage, layout)
-    dense = sizes.layer * layers
+    dense = sum(sizes.layers[kind] for kind in kinds_of_stage(shape, stage, layout))
     if stage == 0:
         dense += sizes.embedding
     if stage == layout.pp - 1:
@@ -84,14 +85,17 @@ def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig) -> RankE
 
 
 def adapter_elements(shape: PolicyShape, lora: LoraConfig, stage: int, layout: LayoutConfig) -> RankElements:
-    """Weights of the adapters that a rank of a pipeline stage holds. One layer and one expert are counted here, too."""
-    thin = dataclasses.replace(shape, num_layers=1, experts=min(shape.experts, 1))
-    dense = expert = 0
-    for entry in adapter_entries(thin, lora):
+    """Weights of the adapters that a rank of a pipeline stage holds. One expert and one layer of each kind are counted
+    here, too."""
+    dense: dict[str, int] = dict.fromkeys(shape.layer_types, 0)
+    expert = 0
+    for entry, kind in of_each_kind(adapter_entries(thin(shape), lora), shape):
         size = prod(entry.shard_shape(entry.parts(layout)))
-        dense, expert = (dense + size, expert) if entry.expert is None else (dense, expert + size)
+        dense[kind] += size * (entry.expert is None)
+        expert += size * (entry.expert is not None and entry.layer == 0)
     layers = layers_of_stage(shape, stage, layout)
-    return RankElements(dense * layers, shape.experts // layout.ep * expert * layers)
+    held = sum(dense[kind] for kind in kinds_of_stage(shape, stage, layout))
+    return RankElements(held, shape.experts // layout.ep * expert * layers)
 
 
 def layers_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
@@ -106,24 +110,28 @@ class _Sizes:
     embedding: int
     norm: int
     """The last one, before the output layer."""
-    layer: int
-    """One layer, without its experts."""
+    layers: dict[str, int]
+    """One layer of each kind, without its experts."""
     expert: int
     """One expert of one layer."""
 
 
 @cache
 def _sizes(shape: PolicyShape, *, tp: int, etp: int, padded: bool) -> _Sizes:
-    """One layer and one expert are counted and multiplied, because a mixture has thousands of entries."""
-    thin = dataclasses.replace(shape, num_layers=1, experts=min(shape.experts, 1), tied=True)
-    found = {"embedding": 0, "norm": 0, "layer": 0, "expert": 0}
-    for entry in entries(thin):
-        part = "layer" if entry.expert is None else "expert"
-        if entry.layer is None:
-            part = "embedding" if entry.mapping is EMBEDDING else "norm"
+    """One expert and one layer of each kind are counted and multiplied."""
+    layers: dict[str, int] = dict.fromkeys(shape.layer_types, 0)
+    found = {"embedding": 0, "norm": 0, "expert": 0}
+    for entry, kind in of_each_kind(entries(thin(shape)), shape):
+        of_expert = entry.expert is not None
         entry = dataclasses.replace(entry, shape=shape)
-        found[part] += prod(entry.shard_shape(etp if part == "expert" else tp)) if padded else entry.elements
-    return _Sizes(**found)
+        size = prod(entry.shard_shape(etp if of_expert else tp)) if padded else entry.elements
+        if of_expert:
+            found["expert"] += size if entry.layer == 0 else 0
+        elif kind:
+            layers[kind] += size
+        else:
+            found["embedding" if entry.mapping is EMBEDDING else "norm"] += size
+    return _Sizes(layers=layers, **found)
 
 
 SYNC_BUCKET_MIB = 512
@@ -336,9 +344,12 @@ def _token_bytes(setup: Setup) -> float:
 
 
 def layer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
-    """Elements that one layer keeps of one token for its backward pass."""
+    """Elements that one layer keeps of one token for its backward pass; of a hybrid policy, a layer on average."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = (saved.queries * queries + saved.keys * keys) / layout.tp + 4 * shape.head_dim
+    gate = queries if shape.hybrid else 0
+    attention = (saved.queries * queries + saved.keys * keys + gate) / layout.tp + 4 * shape.head_dim
+    share = 1 / shape.attention_interval
+    attention = share * attention + (1 - share) * delta_elements(shape) / layout.tp
     return saved.norms * shape.hidden / shared_ranks(layout) + attention + feed_forward_elements(shape, layout, saved)
 
 
@@ -385,4 +396,5 @@ def _head_bytes(setup: Setup) -> float:
 
 def cache_bytes(shape: PolicyShape, tp: int, width: int) -> int:
     """Bytes of a token's keys and values on each rank of a server. With more ranks than heads, heads are copied."""
-    return 2 * shape.num_layers * -(-shape.kv_heads // tp) * shape.head_dim * width
+    layers = shape.num_layers // shape.attention_interval
+    return 2 * layers * -(-shape.kv_heads // tp) * shape.head_dim * width

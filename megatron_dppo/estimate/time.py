@@ -16,6 +16,7 @@ from megatron_dppo.estimate.kernels import (
     reduction_seconds,
     stage_passes,
 )
+from megatron_dppo.estimate.layers import delta_flops
 from megatron_dppo.estimate.memory import cache_bytes, parameters_of, shape_of
 from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
 from megatron_dppo.models.shape import PolicyShape
@@ -138,7 +139,8 @@ def layer_flops(setup: Setup) -> tuple[float, float]:
     products with half of its sequence. Those of the feed-forward parts, or of its experts, come second."""
     shape, context = setup.shape, work_of(setup).context
     feed_forward = 6.0 * shape.hidden * shape.ffn * (shape.experts_per_token or 1) * shape.num_layers
-    attention = 2.0 * shape.heads * shape.head_dim * context * shape.num_layers
+    attention = 2.0 * shape.heads * shape.head_dim * context * (shape.num_layers // shape.attention_interval)
+    attention += delta_flops(shape) * (shape.num_layers - shape.num_layers // shape.attention_interval)
     return 2.0 * parameters_of(shape).matrices - feed_forward + attention, feed_forward
 
 

@@ -20,15 +20,17 @@ class Split(StrEnum):
     ROW = "input features (dimension 1) in equal parts"
     VOCABULARY = "tokens (dimension 0) in equal parts, after padding with zeros to what the layout divides"
     QKV = "query groups in equal parts; within a part, each group's queries, then its key, then its value"
+    GATED_QKV = "as QKV, with the gates of a group's queries behind these; in the tensor each gate is behind its query"
+    SECTIONS = "each section of the tensors' output features in equal parts, a rank's parts stacked"
 
 
-REPLICATED, COLUMN, ROW, VOCABULARY, QKV = Split
+REPLICATED, COLUMN, ROW, VOCABULARY, QKV, GATED_QKV, SECTIONS = Split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterMapping:
     """A Megatron parameter and its Hugging Face tensors. In the names ``{layer}`` is counted over all stages,
-    ``{expert}`` over all ranks."""
+    ``{expert}`` over all ranks; ``{body}`` is the family's."""
 
     split: Split
     megatron: tuple[str, ...]
@@ -40,12 +42,18 @@ class ParameterMapping:
     """Whether another mapping has these tensors too. Such a parameter is loaded, and never streamed."""
     lora_rank: int = 0
     """Rank of the adapter whose matrix A or B this is; 0: a parameter of the policy."""
+    layers: str = ""
+    """Kind of the layers that have it, by config.json's ``layer_types``; empty: all layers."""
+    sections: tuple[tuple[int, str, str], ...] = ()
+    """Of ``SECTIONS``: number of the tensor, name in Megatron's distributed format, and kind of its dimension."""
+    exact: bool = False
+    """Whether it is fp32 in every policy and file."""
 
     @property
     def key(self) -> str:
         """The parameter's name in Megatron's distributed format, the same for both specifications: Transformer
-        Engine's. Layers and experts are leading dimensions there, and no part of the name."""
-        return self.megatron[-1].replace(".{layer}", "").replace(".local_experts.{expert}", ".experts")
+        Engine's. Experts are a leading dimension there, and no part of the name."""
+        return self.megatron[-1].replace(".local_experts.{expert}", ".experts")
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -58,10 +66,10 @@ class ParameterMapping:
         return "{expert}" in self.tensors[0]
 
 
-def layer_row(split: Split, megatron: str, *tensors: str) -> ParameterMapping:
+def layer_row(split: Split, megatron: str, *tensors: str, **more: Any) -> ParameterMapping:
     """A parameter of every layer. If it has two names in Megatron, ``|`` is between them."""
     names = tuple("decoder.layers.{layer}." + name for name in megatron.split(" | "))
-    return ParameterMapping(split, names, tuple("model.layers.{layer}." + name for name in tensors))
+    return ParameterMapping(split, names, tuple("model.{body}layers.{layer}." + name for name in tensors), **more)
 
 
 _INPUT_NORM = "input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight"
@@ -106,7 +114,7 @@ DIMENSIONS = {
     "gate": ("experts", "hidden"),
 }
 """Dimensions of the weight of a Hugging Face module, outputs first; its bias has the outputs. A norm that is not in the
-table has ``hidden``."""
+table has ``hidden``. A module's name may have that of the module around it before it."""
 
 
 @dataclass(frozen=True)
@@ -145,11 +153,19 @@ class Family:
     rope_scalings: tuple[type[RopeScaling], ...] = ()
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Published models by lower-case name: the fields of their ``PolicyShape``."""
+    dimensions: Mapping[str, tuple[str, ...]] = field(default_factory=DIMENSIONS.copy)
+    """:data:`DIMENSIONS` of its modules."""
+    text_config: str = ""
+    """Where config.json has the settings of the text model, if that is a part of the model."""
+    body: str = ""
+    """What the names of its tensors have between ``model.`` and those of a text model: ``language_model.``"""
+    carried: tuple[str, ...] = ()
+    """Prefixes of tensors that are no part of the policy, and that an export takes from the model it began with."""
     reads_head_dim: bool = True
     """Whether every reader takes ``head_dim`` from config.json, so that it need not be ``hidden / heads``."""
 
     @property
     def linear_layers(self) -> dict[str, ParameterMapping]:
-        """Rows of the weights of Megatron's linear layers, by a layer's name: ``linear_qkv``."""
+        """Rows of the weights of Megatron's linear layers that may have adapters, by a layer's name: ``linear_qkv``."""
         weights = {row.megatron[0].split(".")[-2]: row for row in self.rows if ".weight" in row.megatron[0]}
         return {name: row for name, row in weights.items() if name.startswith("linear_")}

@@ -22,12 +22,14 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional
 
 from megatron_dppo.config import Config, ModelConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import gather_segments, held_positions
 from megatron_dppo.models.prefix_attention import SharedPrefixes, attend_along_paths
+from megatron_dppo.models.shape import PolicyShape
 
 Spec = Literal["torch", "te"]
 
@@ -56,9 +58,12 @@ def choose_spec(model: ModelConfig) -> Spec:
     return model.spec
 
 
-def choose_sharing(config: Config) -> Config:
-    """The configuration with what ``pack.share_prefixes`` means for the specification that this machine has."""
-    if config.pack.share_prefixes != "auto" or choose_spec(config.model) != "te":
+def choose_sharing(config: Config, shape: PolicyShape) -> Config:
+    """The configuration with what ``pack.share_prefixes`` means for the policy, and the specification on this machine.
+
+    A gated delta network would have to begin each completion with the prompt's last state.
+    """
+    if config.pack.share_prefixes != "auto" or (choose_spec(config.model) != "te" and not shape.hybrid):
         return config
     return replace(config, pack=replace(config.pack, share_prefixes="off"))
 
@@ -72,10 +77,12 @@ def layer_spec(
         adapted: whether linear layers get adapters, which need the layers' normed inputs: no norm is then fused.
     """
     kind = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
+    hybrid = config.linear_attention_freq is not None
     if spec == "te":
         layer = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=config.moe_grouped_gemm, **kind)
         layer.submodules.self_attention.submodules.core_attention = _attention_of_transformer_engine()
-        return _with_norms_apart(layer, config) if adapted else layer
+        layer = _with_norms_apart(layer, config) if adapted else layer
+        return _hybrid_layers(layer, config, vp_stage) if hybrid else layer
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", **kind)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -85,8 +92,36 @@ def layer_spec(
     attention.core_attention = SegmentAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if hybrid:
+        return _hybrid_layers(layer, config, vp_stage)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+
+def _hybrid_layers(layer: Any, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Layers like this one, of which only every so manieth keeps its attention."""
+    from megatron_dppo.models.delta_net import with_delta_net
+
+    kinds = {True: layer, False: with_delta_net(layer)}
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers = range(first + 1, first + 1 + get_num_layers_to_build(config, vp_stage=vp_stage))
+    layers = [kinds[number % config.linear_attention_freq == 0] for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def family_settings(shape: PolicyShape) -> dict[str, Any]:
+    """Megatron's settings for a family, and for gated delta networks between layers with attention."""
+    if not shape.hybrid:
+        return dict(shape.family.megatron)
+    return {
+        **shape.family.megatron,
+        "linear_attention_freq": shape.attention_interval,
+        "linear_num_key_heads": shape.delta_keys,
+        "linear_num_value_heads": shape.delta_values,
+        "linear_key_head_dim": shape.delta_key_dim,
+        "linear_value_head_dim": shape.delta_value_dim,
+        "linear_conv_kernel_dim": shape.delta_taps,
+    }
 
 
 def _attention_of_transformer_engine() -> type[torch.nn.Module]:
@@ -157,12 +192,15 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self._zero_centred = eps, config.layernorm_zero_centered_gamma
         here = torch.cuda.current_device()  # the CPU where there is no CUDA: see parallel/without_cuda.py
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=here))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._zero_centred:
+            weight = 1.0 + self.weight.float()
+            return functional.rms_norm(hidden.float(), weight.shape, weight, self.eps).to(hidden.dtype)
         return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 

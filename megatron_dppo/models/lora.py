@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from megatron_dppo.config import LoraConfig
-from megatron_dppo.models.family import DIMENSIONS, ParameterMapping, Split
+from megatron_dppo.models.family import ParameterMapping, Split
 from megatron_dppo.models.shape import PolicyShape
 
 NAME = "lora"
@@ -74,12 +74,13 @@ class LayerAdapters(torch.nn.ModuleDict):
         self._sequence_parallel = config.sequence_parallel
         self._rank, self._scale = lora.rank, lora.scale
         ranks = self._group.size()
-        self._blocks = shape.kv_heads // ranks if row.split is Split.QKV else 1
+        self._blocks = shape.kv_heads // ranks if row.split in (Split.QKV, Split.GATED_QKV) else 1
+        self._gated = shape.head_dim if row.split is Split.GATED_QKV else 0
         """Runs of the layer's outputs: in each, all its matrices have an equal share."""
         self._outputs: list[tuple[str, int]] = []
         """Each matrix of the layer, with adapters or without: its name and its outputs on this rank."""
         for name in row.modules:
-            outputs, inputs = (shape.extents[dimension] for dimension in DIMENSIONS[name])
+            outputs, inputs = (shape.extents[dimension] for dimension in shape.family.dimensions[name])
             inputs, outputs = (inputs // ranks, outputs) if self._row_parallel else (inputs, outputs // ranks)
             self._outputs.append((name, outputs))
             if name in lora.targets:
@@ -116,6 +117,9 @@ class LayerAdapters(torch.nn.ModuleDict):
             functional.linear(parts[name], self[name].b) if name in self else low.new_zeros(len(low), size)  # type: ignore[arg-type]
             for name, size in self._outputs
         ]
+        if self._gated:  # of each group the queries, then their gates
+            gated = outputs[0].unflatten(1, (self._blocks, -1, 2, self._gated)).transpose(2, 3)
+            outputs[0] = gated.flatten(1)
         if len(outputs) > 1:
             outputs = [torch.cat([each.unflatten(1, (self._blocks, -1)) for each in outputs], dim=2).flatten(1)]
         return outputs[0].view(-1, *inputs.shape[1:-1], outputs[0].shape[1])

@@ -26,11 +26,11 @@ from torch.nn import functional
 
 from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig
 from megatron_dppo.models.context import Share, gather_responses, share_of
-from megatron_dppo.models.layer_specs import Spec, choose_spec, layer_spec
+from megatron_dppo.models.layer_specs import Spec, choose_spec, family_settings, layer_spec
 from megatron_dppo.models.lora import NAME, add_adapters
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from megatron_dppo.models.prefix_attention import SharedPrefixes
-from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab
+from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, padded_vocab
 from megatron_dppo.models.teacher_head import TeacherHead, divergence_of_each
 
 NOTHING_BETWEEN: dict[str, Any] = (
@@ -55,6 +55,7 @@ def build_policy(
         UserError: if the shape cannot be cut as the layout says, or ``model.spec`` is not to be had here.
     """
     check_layout(shape, layout)
+    check_megatron(shape)
     config = transformer_config(shape, model, layout)
     stages = range(layout.vpp) if layout.vpp > 1 else [None]
     chunks = [PolicyModel(shape, config, model, temperature=temperature, vp_stage=stage) for stage in stages]
@@ -147,7 +148,7 @@ def transformer_config(shape: PolicyShape, model: ModelConfig, layout: LayoutCon
         gradient_accumulation_fusion=False,  # see layer_specs.add_to_main_gradients
         persist_layer_norm=False,
         deterministic_mode=spec == "torch" or model.deterministic,  # torch's embedding then sums in order
-        **shape.family.megatron,
+        **family_settings(shape),
         **_recomputation(shape, model),
         **(_experts(shape, spec) if shape.experts else {}),
     )
@@ -245,6 +246,7 @@ class PolicyModel(GPTModel):
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
+            rotary_percent=shape.rotary_fraction,
             rotary_base=shape.rope_theta,
         )
         if shape.rope_scaling is not None:

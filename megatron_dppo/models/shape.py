@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -54,6 +55,27 @@ class PolicyShape:
     renormalises_experts: bool = True
     """Whether the weights of a token's experts are made to sum to one."""
     rope_scaling: RopeScaling | None = None
+    rotary_fraction: float = 1.0
+    """Part of each head that rotary positions turn."""
+    attention_interval: int = 1
+    """Every so manieth layer has attention; the layers between are gated delta networks."""
+    delta_keys: int = 0
+    """Key heads of a gated delta network; each serves ``delta_values / delta_keys`` value heads."""
+    delta_values: int = 0
+    delta_key_dim: int = 0
+    delta_value_dim: int = 0
+    delta_taps: int = 0
+    """Tokens that its convolution sees, with the token's own."""
+
+    @property
+    def hybrid(self) -> bool:
+        return self.attention_interval > 1
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Kinds of all layers, by config.json's names."""
+        ends = range(1, self.num_layers + 1)
+        return ["linear_attention" if end % self.attention_interval else "full_attention" for end in ends]
 
     @property
     def family(self) -> Family:
@@ -70,6 +92,14 @@ class PolicyShape:
             "head": self.head_dim,
             "experts": self.experts,
             "feed_forward": self.ffn,
+            "gated_queries": 2 * self.heads * self.head_dim,
+            "delta_heads": self.delta_values,
+            "delta_head": self.delta_value_dim,
+            "delta_keys": (keys := self.delta_keys * self.delta_key_dim),
+            "delta_values": (values := self.delta_values * self.delta_value_dim),
+            "delta_mixed": 2 * keys + values,
+            "delta_taps": self.delta_taps,
+            "one": 1,
         }
 
     @property
@@ -126,7 +156,9 @@ def read_shape(path: str | Path) -> PolicyShape:
 
 
 def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
-    family, rope = _family(path, config), _rope(config)
+    family = _family(path, config)
+    config = {**config, **config[family.text_config], "model_type": family.model_type} if family.text_config else config
+    rope = _rope(config)
     heads, rope_type = _count(config, "num_attention_heads"), rope.get("rope_type", rope.get("type", "default"))
     absent = {"head_dim": _count(config, "hidden_size") // heads, "num_key_value_heads": heads}
     thetas = (rope.get("rope_theta"), config.get("rope_theta"), ROPE_THETA)
@@ -136,6 +168,8 @@ def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
         "rope_theta": next(theta for theta in thetas if theta is not None),
         "rope_type": rope_type,
     }
+    if "attention_interval" in family.keys:
+        config |= _of_hybrids(config, rope)
     scalings = {scaling.rope_type: scaling for scaling in family.rope_scalings}
     for name, values in {**family.supported, "rope_type": ("default", *scalings)}.items():
         if (value := config.get(name, family.absent.get(name, values[0]))) not in values:
@@ -150,6 +184,19 @@ def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
         problem = "it gives every token a single expert, always of weight one, which is not supported"
         raise UserError("model.path", path, problem, "give a model whose num_experts_per_tok is 2 or more")
     return shape
+
+
+def _of_hybrids(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """The interval between layers with attention, and the turned part of heads, with transformers' defaults."""
+    kinds, interval = config.get("layer_types"), config.get("full_attention_interval", 4)
+    if isinstance(kinds, list) and "full_attention" in kinds:
+        interval = kinds.index("full_attention") + 1
+    layers = _count(config, "num_hidden_layers")
+    regular = ["linear_attention" if end % interval else "full_attention" for end in range(1, layers + 1)]
+    if kinds not in (None, regular) or interval < 2 or interval > layers:
+        raise ValueError(f"layer_types = {json.dumps(kinds):.60}, which is no regular change of kinds")
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    return {"full_attention_interval": interval, "partial_rotary_factor": fraction}
 
 
 def _value(config: dict[str, Any], name: str, annotation: Any) -> Any:
@@ -200,6 +247,19 @@ def _family(path: str | Path, config: dict[str, Any]) -> Family:
     return family
 
 
+def check_megatron(shape: PolicyShape) -> None:
+    """Check that the installed Megatron-Core can train such a policy.
+
+    Raises:
+        UserError: if it has no gated delta networks over packs.
+    """
+    installed = version("megatron-core")
+    if shape.hybrid and tuple(map(int, installed.split(".")[:2])) < (0, 19):
+        problem = f"has gated delta networks, which Megatron-Core {installed} cannot train over packs"
+        remedy = "install this project with Python 3.12 or later, for which there is Megatron-Core 0.19"
+        raise UserError("model.path", shape.architecture, problem, remedy)
+
+
 def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
     """Check that a policy of this shape can be cut as the layout says; ``sequence_parallel`` at tp 1 means nothing.
 
@@ -213,6 +273,10 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
         if size % layout.tp:
             possible = _divisors(math.gcd(*parts.values()))
             raise UserError("layout.tp", layout.tp, f"does not divide {what}", f"set it to one of {possible}")
+    if shape.hybrid and shape.delta_keys % (layout.tp * layout.cp):
+        problem = f"times layout.tp = {layout.tp} does not divide the {shape.delta_keys} key heads of delta networks"
+        remedy = f"set layout.tp and layout.cp so that their product is one of {_divisors(shape.delta_keys)}"
+        raise UserError("layout.cp", layout.cp, problem, remedy)
     _check_stages(shape.num_layers, layout)
     _check_experts(shape, layout)
 

@@ -39,6 +39,7 @@ def install() -> None:
         _leave_functions_uncompiled()
         _count_tokens_on_the_host()
         _gather_unequal_parts()
+        _compute_delta_rules()
     _mend_torch_adam()
     _mend_router()
 
@@ -156,6 +157,19 @@ def _gather_unequal_parts() -> None:
         return None
 
     dist.all_gather = all_gather
+
+
+def _compute_delta_rules() -> None:
+    """Gated delta networks compute with flash-linear-attention's functions, which have no CPU. Megatron-Core has these
+    networks over packs from 0.19 on."""
+    try:
+        from megatron.core.ssm.gated_delta_net import common, gdn
+    except ImportError:
+        return
+    from megatron_dppo.parallel import delta_rule
+
+    common.HAVE_FLA, common.l2norm = True, delta_rule.l2norm
+    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = delta_rule.causal_conv1d, delta_rule.chunk_gated_delta_rule
 
 
 def _mend_torch_adam() -> None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from megatron_dppo.rehearse.booking import Book, CudaRuntime, is_pinned, mark_pinned, tensor_bytes
 from megatron_dppo.rehearse.dispatch import RehearsalMode, check_on_device
+from megatron_dppo.rehearse.fla_kernels import import_linear_attention
 from megatron_dppo.rehearse.transformer_engine import import_transformer_engine
 
 
@@ -41,6 +42,7 @@ def prepare(te_folder: Path) -> RehearsalMode:
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     _patch_triton(mode.book)
     import_transformer_engine(te_folder, mode)  # before Megatron, which looks for it once
+    import_linear_attention()
     import megatron.core.tensor_parallel.random as random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -126,7 +128,7 @@ def _patch_triton(book: Book) -> None:
 def _apply(self: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """``Module._apply`` without torch's swap of parameters, which rejects a fake tensor in the place of a real one."""
     for child in self.children():
-        _apply(child, function)
+        child._apply(function)
     for name, parameter in self._parameters.items():
         if parameter is None:
             continue

@@ -10,19 +10,21 @@ prompts begin with, such as a system message, is there once, and read once by th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from megatron_dppo.bridge.mapping import exact_tensors
+from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.rl.types import Routing, RoutingShape
+from megatron_dppo.rollout.decoder_layers import AttentionLayer, DeltaLayer, Norm, attend, rms
 
 
 def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -32,11 +34,14 @@ def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrai
     Raises:
         UserError: as :func:`read_shape`.
     """
-    read_shape(path)
-    config = AutoConfig.from_pretrained(path)
+    shape = read_shape(path)
+    config = AutoConfig.from_pretrained(path).get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device)
+    for name in exact_tensors(shape):
+        exact = model.get_parameter(name.replace(shape.family.body, ""))
+        exact.data = exact.data.float()
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.tie_weights()
     return model.requires_grad_(False).eval()
@@ -51,9 +56,12 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         body, config = model.model, model.config
-        self._embedding, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, body.norm
+        zero_centred = bool(FAMILIES[type(model).__name__].megatron.get("layernorm_zero_centered_gamma"))
+        self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
+        self._norm, self._eps = Norm(body.norm, zero_centred), config.rms_norm_eps
         self._head = model.lm_head
-        self._layers = [_Layer(layer, config) for layer in body.layers]
+        kinds = [DeltaLayer if hasattr(layer, "linear_attn") else AttentionLayer for layer in body.layers]
+        self._layers = [kind(layer, config, zero_centred) for kind, layer in zip(kinds, body.layers, strict=True)]
         self._cos = self._sin = self._embedding.weight.new_empty(0, 1, 0)
 
     @property
@@ -62,19 +70,31 @@ class Decoder:
 
     def weights_changed(self) -> None:
         """To be called once new weights stand in the model."""
+        self._norm.weights_changed()
         for layer in self._layers:
             layer.weights_changed()
 
     def new_cache(self, rows: int, capacity: int, common: RolloutCache | None = None) -> RolloutCache:
         """An empty cache for so many rows of ``capacity`` tokens, of which the first are those of ``common``'s row."""
-        weight, layer = self._embedding.weight, self._layers[0]
+        weight = self._embedding.weight
+        attention = [layer for layer in self._layers if isinstance(layer, AttentionLayer)]
+        deltas = [layer for layer in self._layers if isinstance(layer, DeltaLayer)]
+        states = [torch.stack(each) for each in zip(*(layer.states(rows) for layer in deltas), strict=True)]
         if len(self._cos) < capacity:
             positions = torch.arange(capacity, device=weight.device)
             self._cos, self._sin = (table.transpose(0, 1) for table in self._rotary(weight, positions[None]))
-        return RolloutCache(len(self._layers), rows, layer.kv_heads, capacity, layer.size, like=weight, common=common)
+        sizes = len(attention), rows, attention[0].kv_heads, capacity, attention[0].size
+        return RolloutCache(*sizes, like=weight, common=common, states=states)
 
     def read(
-        self, cache: RolloutCache, tokens: torch.Tensor, positions: torch.Tensor, *, first: int, width: int
+        self,
+        cache: RolloutCache,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        first: int,
+        width: int,
+        real: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Read tokens into rows of a cache. Each attends to itself and to its row before it.
 
@@ -87,6 +107,7 @@ class Decoder:
             positions: [rows, n], of the tokens in their rows.
             first: the first of the rows.
             width: all positions are below it.
+            real: [rows], how many of the tokens are no padding, of rows that begin here; None: all, of rows that go on.
 
         Returns:
             [rows, n, hidden], for :meth:`logits`.
@@ -100,140 +121,28 @@ class Decoder:
         mask = mask.unsqueeze(1)
         row = torch.arange(rows, device=tokens.device).unsqueeze(-1)
         stored, own = positions - cache.begin, width - cache.begin
-        for number, layer in enumerate(self._layers):
+        attentions, deltas = itertools.count(), itertools.count()
+        for layer in self._layers:
+            if isinstance(layer, DeltaLayer):
+                states = cache.states_of(next(deltas), first, rows, begin=real is not None)
+                hidden = layer.finish(hidden, layer.mix(hidden.view(rows, count, -1), *states, real))
+                continue
+            number = next(attentions)
             keys, values = cache.layer(number, first, rows)
             shape = rows, count, -1, layer.size
-            queries, new_keys, new_values = (part.view(shape) for part in layer.project(hidden, rotary))
+            *projected, gate = layer.project(hidden, rotary)
+            queries, new_keys, new_values = (part.view(shape) for part in projected)
             keys[row, :, stored], values[row, :, stored] = new_keys, new_values
             common = cache.common.layer(number, 0, 1) if cache.common else None
             attended = attend(queries, keys[:, :, :own], values[:, :, :own], mask, common)
-            hidden = layer.finish(hidden, attended.view(rows * count, -1))
+            attended = attended.view(rows * count, -1)
+            hidden = layer.finish(hidden, attended if gate is None else attended * gate)
         return hidden.view(rows, count, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary] of what follows tokens of these hidden states, [rows, hidden]."""
-        logits: torch.Tensor = self._head(_rms(hidden, self._norm.weight, self._norm.variance_epsilon))
+        logits: torch.Tensor = self._head(rms(hidden, self._norm.weight, self._eps))
         return logits
-
-
-class _Layer:
-    """A transformer layer without its attention proper."""
-
-    def __init__(self, layer: Any, config: Any) -> None:
-        attention = layer.self_attn
-        self.size, self.kv_heads = attention.head_dim, config.num_key_value_heads
-        self._heads, self._eps = config.num_attention_heads, config.rms_norm_eps
-        self._before_attention, self._before_mlp = layer.input_layernorm, layer.post_attention_layernorm
-        self._qkv = _fused(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        self._head_weights = torch.empty(0)
-        self._out = attention.o_proj
-        self._experts = None if hasattr(layer.mlp, "gate_proj") else layer.mlp
-        if self._experts is None:
-            self._gate_up, self._down = _fused(layer.mlp.gate_proj, layer.mlp.up_proj), layer.mlp.down_proj
-
-    def weights_changed(self) -> None:
-        """Renew what is derived from weights."""
-        counts = (self._heads, self.kv_heads)
-        parts = [norm.weight.expand(count, -1) for norm, count in zip(self._head_norms, counts, strict=False)]
-        self._head_weights = torch.cat(parts) if parts else torch.empty(0)
-
-    def project(
-        self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [tokens, heads, size], keys and values [tokens, kv_heads, size] of ``hidden`` [tokens, hidden]."""
-        projected = F.linear(_rms(hidden, self._before_attention.weight, self._eps), *self._qkv)
-        heads = projected.view(len(hidden), -1, self.size)
-        both, values = heads.split([self._heads + self.kv_heads, self.kv_heads], dim=1)
-        if self._head_norms:
-            both = _rms(both, self._head_weights, self._eps)
-        queries, keys = rotate(both, *rotary).split([self._heads, self.kv_heads], dim=1)
-        return queries, keys, values
-
-    def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden], of the layer's input and what its heads have attended to, [tokens, heads · size]."""
-        hidden = self._out(attended).add_(hidden)
-        normed = _rms(hidden, self._before_mlp.weight, self._eps)
-        if self._experts is not None:
-            return self._experts(normed.unsqueeze(0)).squeeze(0) + hidden
-        gate, up = F.linear(normed, *self._gate_up).chunk(2, dim=-1)
-        return self._down(F.silu(gate).mul_(up)).add_(hidden)
-
-
-def _fused(*projections: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of several projections of the same input as one, of which theirs become parts."""
-    parts = {}
-    for name in ("weight", "bias"):
-        own = [getattr(projection, name) for projection in projections]
-        whole = None if own[0] is None else torch.cat([parameter.data for parameter in own])
-        if whole is not None:
-            for parameter, part in zip(own, whole.split([len(parameter) for parameter in own]), strict=True):
-                parameter.data = part
-        parts[name] = whole
-    assert parts["weight"] is not None
-    return parts["weight"], parts["bias"]
-
-
-def _rms(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dimension, in fp32 but for the product with its weight, as Hugging Face has it.
-
-    On a CPU torch's own takes twice as long for a step's few rows.
-    """
-    size, exact = hidden.shape[-1], hidden.float()
-    squares = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_()
-    return exact.mul(squares.div_(size).add_(eps).rsqrt_()).to(hidden.dtype).mul_(weight)
-
-
-def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: of [tokens, heads, size] the first half of each head and its second half make the pairs.
-
-    Args:
-        vectors: to be rotated.
-        cos, sin: [tokens, 1, size], of which both halves are the same.
-    """
-    half = vectors.shape[-1] // 2
-    rotated, sin = vectors * cos, sin[..., :half]
-    rotated[..., :half].addcmul_(vectors[..., half:], sin, value=-1)
-    rotated[..., half:].addcmul_(vectors[..., :half], sin)
-    return rotated
-
-
-def attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    common: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Attention of grouped queries.
-
-    Args:
-        queries: [rows, n, heads, size]
-        keys, values: [rows, kv_heads, width, size]
-        mask: [rows, 1, n, width], to be added to the scores.
-        common: keys and values [1, kv_heads, c, size] that all queries see besides; on CPU only.
-
-    Returns:
-        [rows, n, heads, size], contiguous.
-    """
-    # On a CPU heads that share keys can be queries of one head, which reads the keys once for all of them. Where they
-    # have several queries each, the mask would have to be repeated.
-    rows, count, heads, size = queries.shape
-    kv_heads, grouped = keys.shape[1], count == 1 and keys.device.type == "cpu"
-    of_heads = queries.view(rows, kv_heads, -1, size) if grouped else queries.transpose(1, 2)
-    mask = mask.expand(-1, -1, of_heads.shape[2], -1)
-    if common is None:
-        attended = F.scaled_dot_product_attention(of_heads, keys, values, mask, enable_gqa=not grouped)
-    else:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        of_all_rows = of_heads.reshape(rows, kv_heads, -1, size).transpose(0, 1).reshape(1, kv_heads, -1, size)
-        # ``total`` and ``more`` are the logarithms of the weights' sums.
-        (own, total), (also, more) = flash(of_heads, keys, values, attn_mask=mask), flash(of_all_rows, *common)
-        also = also.reshape(kv_heads, rows, -1, size).transpose(0, 1).reshape(own.shape)
-        more = more.reshape(kv_heads, rows, -1).transpose(0, 1).reshape(total.shape)
-        share = torch.sigmoid(more - total).unsqueeze(-1)
-        attended = torch.lerp(own.to(share.dtype), also.to(share.dtype), share).to(queries.dtype)
-    return attended.reshape(rows, 1, heads, size) if grouped else attended.transpose(1, 2).contiguous()
 
 
 def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -279,6 +188,7 @@ class RolloutCache:
         capacity: positions of a row.
         size: of a head.
         like: a tensor of the device and type of keys and values.
+        states: [layers, rows, …] each, of layers that keep no keys.
         common: a cache of one row, which is full: all rows begin with it, and are stored from its end on.
     """
 
@@ -291,9 +201,10 @@ class RolloutCache:
         size: int,
         *,
         like: torch.Tensor,
+        states: Sequence[torch.Tensor] = (),
         common: RolloutCache | None = None,
     ) -> None:
-        self.capacity = capacity
+        self.capacity, self._states = capacity, states
         self.common, self.begin = common, common.capacity if common else 0
         # Zeros: what a row has not read is masked, and a mask does not hide what is no number.
         self._stored = like.new_zeros(layers, 2, rows, heads, capacity - self.begin, size)
@@ -303,16 +214,28 @@ class RolloutCache:
         keys, values = self._stored[index, :, first : first + rows]
         return keys, values
 
+    def states_of(self, index: int, first: int, rows: int, *, begin: bool) -> list[torch.Tensor]:
+        """States of a layer for these rows: views. If they ``begin``, they are those at the end of the common row."""
+        views = [each[index, first : first + rows] for each in self._states]
+        if begin:
+            for number, view in enumerate(views):
+                view.copy_(self.common._states[number][index]) if self.common else view.zero_()
+        return views
+
     def copy(self, sources: torch.Tensor, first: int, width: int) -> None:
         """Let the rows from ``first`` on begin with the first ``width`` positions of the rows ``sources`` ([rows])."""
         span, stored = slice(first, first + len(sources)), slice(width - self.begin)
         self._stored[:, :, span, :, stored] = self._stored[:, :, sources, :, stored]
+        for each in self._states:
+            each[:, span] = each[:, sources]
 
     def depart(self, departure: RowCompaction, width: int) -> None:
         """Let rows leave, of which none has read more than ``width`` positions."""
         if len(departure.vacant):
             stored = slice(width - self.begin)
             self._stored[:, :, departure.vacant, :, stored] = self._stored[:, :, departure.movers, :, stored]
+            for each in self._states:
+                each[:, departure.vacant] = each[:, departure.movers]
 
 
 class Routers:

@@ -113,7 +113,8 @@ class Decoding:
             ids[row, : lengths[row]] = stem.token_ids
         tokens = self._to_device(ids[:, begin:])
         positions = torch.arange(begin, ids.shape[1], device=tokens.device).expand(tokens.shape)
-        hidden = self._decoder.read(self._cache, tokens, positions, first=first, width=ids.shape[1])
+        real = self._to_device(lengths) - begin
+        hidden = self._decoder.read(self._cache, tokens, positions, first=first, width=ids.shape[1], real=real)
         ends = self._ends[lump].tolist()
         continuations = [range(end - len(stem.slots), end) for stem, end in zip(stems, ends, strict=True)]
         if self._record is not None:
@@ -126,7 +127,7 @@ class Decoding:
         self._rows[first : self._active] = self._to_device(new)
         of_stem = self._to_device(source)
         self._cache.copy(of_stem + first, first, ids.shape[1])
-        last = hidden[torch.arange(len(stems), device=tokens.device), self._to_device(lengths) - begin - 1]
+        last = hidden[torch.arange(len(stems), device=tokens.device), real - 1]
         self._draw(first, self._decoder.logits(last)[of_stem])
 
     def _read_common(self) -> RolloutCache | None:

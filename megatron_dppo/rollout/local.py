@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import read_shape
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.decoder import Decoder, Routers, empty_model
@@ -51,7 +52,7 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
     ) -> None:
         self._max_batch, self._world, self._conversations = max_batch, world, conversations
         model = empty_model(Path(path), device, dtype)
-        self._weights = _weights_by_name(model)
+        self._weights = _weights_by_name(model, read_shape(path).family.body)
         self._decoder, self._routers = Decoder(model), Routers(model)
         self._version: int | None = None
         self._paused = False
@@ -169,11 +170,11 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         return decoding.paths(version)
 
 
-def _weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tensor]:
     """Parameters to fill, under the stream's names.
 
     Tied embeddings are one parameter here, under the name of the embedding. The experts of a layer are two parameters,
-    of which each expert's tensors are views.
+    of which each expert's tensors are views. A text model lacks the ``body`` that names in the whole model have.
     """
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -185,5 +186,5 @@ def _weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         elif kind == "down_proj":
             weights |= {f"{experts}.{expert}.down_proj.weight": down for expert, down in enumerate(parameter)}
         else:
-            weights[name] = parameter
+            weights[name.replace("model.", f"model.{body}", 1)] = parameter
     return weights

@@ -28,7 +28,7 @@ from megatron_dppo.data.tokenizer import check_embedded, check_template
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
 from megatron_dppo.hub import is_id, policy_folder
-from megatron_dppo.models.shape import PolicyShape, check_layout, read_shape
+from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, read_shape
 from megatron_dppo.observe.loggers import check_loggers
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
@@ -107,6 +107,7 @@ def _checks_of_settings(config: Config, command: Command) -> Iterator[Check]:
 
 
 def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> Iterator[Check]:
+    yield partial(check_megatron, shape)
     yield partial(check_layout, shape, config.layout)
     yield from exclusions.checks(config, command, shape)
     yield partial(_check_weights, config, shape, command)

@@ -141,6 +141,7 @@ WAYS = (
     Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml --check", replace={" --check": ""}, append=CHECKED),
     Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml rollout\.launch\.command=\S+", append=CHECKED),
     # Policies, and what trains them.
+    Way(r"megatron-dppo (sft|train) configs/quickstart\.yaml model\.path=runs/qwen3_5/.*", "nowhere"),  # Python 3.12
     Way(r"megatron-dppo init \S+ --family \w+"),
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
     Way(r"megatron-dppo init runs/moe/policy .*"),

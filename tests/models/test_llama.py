@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import check_layout, read_shape
-from tests.test_families import SCALED, write_policy
+from tests.policies import SCALED, write_family
 
 LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
 SMOLLM2 = {
@@ -29,7 +29,7 @@ def test_frequencies_of_llama_3_are_those_of_transformers(tmp_path: Path, factor
     scaling = SCALED | {"original_max_position_embeddings": 8192, "factor": factor}
     config = LlamaConfig(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}, hidden_size=4096)
     expected, attention = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    write_policy(tmp_path, LLAMA, rope_theta=5e5, rope_scaling={kind: "llama3", **scaling})
+    write_family(tmp_path, LLAMA, rope_theta=5e5, rope_scaling={kind: "llama3", **scaling})
     found = read_shape(tmp_path).rope_scaling
     assert found is not None and attention == 1.0
     frequencies = 1.0 / 5e5 ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)
@@ -54,7 +54,7 @@ def test_settings_without_support_are_refused(
 ) -> None:
     """A Mistral whose config.json leaves ``sliding_window`` out has one: transformers' default."""
     with pytest.raises(UserError) as caught:
-        read_shape(write_policy(tmp_path, family, **changes))
+        read_shape(write_family(tmp_path, family, **changes))
     assert caught.value.setting == "model.path"
     assert problem in caught.value.problem
     assert remedy in caught.value.remedy
@@ -65,7 +65,7 @@ def test_settings_without_support_are_refused(
 def test_sizes_that_files_leave_out_are_those_of_transformers(
     tmp_path: Path, family: str, names: tuple[str, ...], absent: object
 ) -> None:
-    path = write_policy(tmp_path, family, **dict.fromkeys(names, absent))
+    path = write_family(tmp_path, family, **dict.fromkeys(names, absent))
     shape, config = read_shape(path), AutoConfig.from_pretrained(path)
     assert [shape.config_sizes[name] for name in names] == [getattr(config, name) for name in names]
 

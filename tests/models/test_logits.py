@@ -324,7 +324,8 @@ def test_gradients_equal_those_of_transformers_whatever_is_recomputed(
     assert_gradients_equal(ranks, policy, tmp_path)
 
 
-def assert_gradients_equal(ranks: RankPool, policy: Path, out: Path) -> None:
+def assert_gradients_equal(ranks: RankPool, policy: Path, out: Path, *, most: float = 2e-5) -> None:
+    """``most`` is a difference over the tensor's largest gradient."""
     theirs = reference_gradients(policy, out)
     ways = ("none", "selective", "full")
     calls = [(streamed_gradients, policy, LayoutConfig(), recompute) for recompute in ways]
@@ -332,7 +333,7 @@ def assert_gradients_equal(ranks: RankPool, policy: Path, out: Path) -> None:
         assert ours.keys() == theirs.keys()
         for name, gradient in theirs.items():
             scale = gradient.abs().max().item()
-            np.testing.assert_allclose(ours[name], gradient, atol=2e-5 * scale, err_msg=f"{name}, {recompute}")
+            np.testing.assert_allclose(ours[name], gradient, atol=most * scale, err_msg=f"{name}, {recompute}")
 
 
 def test_gradients_of_two_ranks_are_the_parts_of_one_ranks(ranks: RankPool, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.config.run import LoraConfig
 from tests.bridge.directories import Sizes, write_qwen3_moe
-from tests.policies import write_policy
+from tests.policies import write_family, write_policy
 from tests.steps import config_for
 
 PACK_TOKENS = 128
@@ -88,6 +89,13 @@ CASES = {
     "checkpoint dp_reshardable": Case(optimizer={"checkpoint_format": "dp_reshardable"}, extra="checkpoint"),
     "checkpoint moe": Case("moe", extra="checkpoint"),
 }
+if version("megatron-core") >= "0.19":
+    CASES |= {
+        "hybrid": Case("hybrid"),
+        "hybrid tp2 sp": Case("hybrid", layout=TP2_SP),
+        "hybrid cp2": Case("hybrid", layout=layout(cp=2)),
+        "hybrid lora": Case("hybrid", model=LORA),
+    }
 
 SHARE = (
     "dense", "recompute selective", "kl reference on host", "offload", "overlap dp2", "tp2 sp", "cp2 tp2 sp",
@@ -105,6 +113,7 @@ def write_policies(folder: Path) -> dict[str, Path]:
         "dense": write_policy(folder / "dense", **sizes),
         "tied": write_policy(folder / "tied", **sizes, tied=True),
         "moe": folder / "moe",
+        "hybrid": write_family(folder / "hybrid", "Qwen3_5ForCausalLM"),
     }
 
 

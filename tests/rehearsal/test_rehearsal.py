@@ -63,6 +63,7 @@ LEFT = (
     ":P2PCommunicator._communicate.<locals>.create_tensor_recv_prev", ":forward_step_calc_loss", "elsewhere",
     ":_compute_loss_scale", ":ExpertLoad.take",
     ":_gather_along_first_dim", ":RouterReplay.get_replay_topk", ":RoutingReplay._to_device",
+    ":_build_head_perm_for_split_sections",
 )  # fmt: skip
 """Functions whose memory may stay after a step: workspaces, counts, the last pack's input of a stage, its routing."""
 LAYERS, EXPERT_LAYERS, HIDDEN, BF16 = 4, 2, 64, 2

@@ -24,9 +24,9 @@ from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.commands import Command
+from tests.policies import SCALED
 from tests.runs import Rows, rows
 from tests.servers.real import Kind, RealServer, launch_settings
-from tests.test_families import SCALED
 
 pytestmark = pytest.mark.servers
 
