@@ -36,7 +36,7 @@ SKIPS_PASSES = frozenset({DistributedType.NO, DistributedType.MULTI_GPU, Distrib
 others, every micro-batch has a pass, over fewer rows."""
 
 if TYPE_CHECKING:
-    _Trainer = GRPOTrainer
+    from trl import GRPOTrainer as _Trainer
 else:
     _Trainer = object
 
@@ -112,6 +112,7 @@ class CompletionPruning(_Trainer):
         "tool_mask": 1,
     }
     """Inputs of [B, tokens of completions] or [B, 1] with their padding. A subclass with more of these adds to it."""
+    beta: float
 
     def __init__(self, *args: Any, pruning: Pruning = Pruning(), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
