@@ -18,7 +18,7 @@ SMALL = (
     f"{LAYOUT} run.steps=1 rollout.prompts_per_step=4 rollout.samples_per_prompt=2 rollout.max_response_tokens=8 "
     "eval.problems=2"
 )
-HERE = "rollout.engine=local rollout.launch.count=0 rollout.ahead=0 model.dtype=fp32"
+HERE = "rollout.engine=local rollout.launch.count=0 rollout.colocated=false rollout.ahead=0 model.dtype=fp32"
 CHECKED = (
     f"{SMALL} {HERE} model.path=runs/quickstart/warm data.train=gsm8k_train.jsonl data.prompt_key=question "
     "data.label_key=answer eval.problems=0 --check"
@@ -84,7 +84,7 @@ WAYS = (
     Way(
         r"python tools/site/settings_page\.py",
         "elsewhere",
-        by=("tests/docs/test_site.py", "tools/site/settings_page.py"),
+        by=("tests/docs/test_site.py", "tools/site/{name}_page.py"),
     ),
     Way(r"ruff check \. && ruff format --check \.", "elsewhere", by=("scripts/test.sh", "ruff format --check .")),
     Way(r"pip install \"\.\[wandb,mlflow,trackio\]\"", "elsewhere", by=(CI, ",wandb,mlflow,trackio")),
@@ -135,6 +135,12 @@ WAYS = (
     Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),
     Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
     Way(r"docker .*|git clone .*|cp -r data/qwen/.*|python3\.12 -m venv .*", "nowhere"),
+    Way(r"HF_HOME=\S+ hf download .*", "nowhere"),
+    Way(
+        r"torchrun --nproc-per-node 8 -m megatron_dppo\.launch\.health",
+        "elsewhere",
+        by=("tests/launch/test_health.py", "megatron_dppo.launch.health"),
+    ),
     Way(r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*", "nowhere"),
     Way(r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*", "nowhere"),
     Way(r"SOURCE_DATE_EPOCH=.* python -m build|twine check .*", "nowhere"),
