@@ -125,7 +125,7 @@ class Decoder:
         for layer in self._layers:
             if isinstance(layer, DeltaLayer):
                 states = cache.states_of(next(deltas), first, rows, begin=real is not None)
-                hidden = layer.finish(hidden, layer.mix(hidden.view(rows, count, -1), *states, real))
+                hidden = layer.finish(hidden, layer.mix(hidden.view(rows, count, -1), *states, real=real))
                 continue
             number = next(attentions)
             keys, values = cache.layer(number, first, rows)
