@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
 
@@ -67,12 +68,22 @@ def prepare_adam_state(optimizer: Any) -> None:
     """
     for part in optimizer_parts(optimizer):
         inner = part.optimizer
+        if isinstance(part, DistributedOptimizer):
+            _find_mixed_types(part)
         part.init_state_fn(inner, part.config)
         if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
             _restore_in_place(inner)
             continue
         for state in inner.state.values():
             state.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def _find_mixed_types(part: Any) -> None:
+    """Tell where in its group each parameter is. Within a group Megatron puts fp32 parameters before those in bf16, and
+    looks for all of them in the buffers' order: in a policy of both types a checkpoint would have others' state."""
+    for group, of_types in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+        for order, parameter in enumerate(itertools.chain(*of_types)):
+            part.model_param_group_index_map[parameter] = group, order
 
 
 def optimizer_parts(optimizer: Any) -> list[Any]:

@@ -72,6 +72,7 @@ def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delt
         "tied": tied,
     }
     own |= {"delta_keys": 16, "delta_values": delta, "delta_key_dim": 128, "delta_value_dim": 128, "delta_taps": 4}
+    own |= {"rotary_fraction": 0.25, "attention_interval": 4}
     return own | {"head_dim": 256, "vocab_size": 248320, "rope_theta": 1e7, "rms_eps": 1e-6, "max_positions": 262144}
 
 
