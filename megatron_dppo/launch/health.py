@@ -91,9 +91,10 @@ def main(wait_s: float = WAIT_S) -> int:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
     told = {name: os.environ.get(name, value) for name, value in alone.items()}
     rank, size, local, port = (int(told[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has a store there
     host, node, limit = told["MASTER_ADDR"], socket.gethostname(), timedelta(seconds=wait_s)
     try:
-        store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(host, port, size, is_master=hosts, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
         why = str(error).splitlines()[0]
         print(f"error: rank {rank} on {node} cannot reach rank 0 at {host}:{port}: {why}")

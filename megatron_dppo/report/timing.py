@@ -240,9 +240,8 @@ class Ratio:
 
 
 def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
-    """The runs by arm, in their order: those of one group, or, without groups, those that differ by their seed alone.
-    Two runs of the same seed are never in one arm. If all runs would make one arm, each is an arm of its own, so that
-    there is something to compare."""
+    """The runs by arm, in their order: those of one group, else those that differ by their seed alone; never two of the
+    same seed. If all runs would make one arm, each is an arm of its own, so that there is something to compare."""
     found: list[tuple[RunRecord, dict[int, str]]] = []
     for run in runs:
         seed = int(run.setting(SEED))

@@ -251,6 +251,7 @@ WAYS = (
         append=SMALL,
     ),
     # On a real Slurm, or where somebody else starts the ranks.
+    Way(r"torchrun .* -m megatron_dppo\.launch\.health", replace={"node 8": "node 2"}),
     Way(r"sbatch --test-only \S+", "slurm"),
     Way(r"((?!sbatch)\S+=\S+ )*sbatch (?!--test-only).*", "slurm", replace=TEST_ONLY),
     Way(
