@@ -9,7 +9,6 @@ import argparse
 import difflib
 import errno
 import itertools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import NamedTuple
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MistakesError, UserError, error_text, missing_extra
+from megatron_dppo.evaluation.options import MODEL, add_eval_arguments, eval_settings, model_settings
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.streams import speak_plainly, tell
 from megatron_dppo.settings import as_yaml, load_config, load_whole, nearest
@@ -61,15 +61,6 @@ Example:
   megatron-dppo train configs/quickstart.yaml run.dir=runs/second optimizer.lr=1e-4
 
 `megatron-dppo quickstart` requires no GPU. `megatron-dppo COMMAND --help` lists a command's options."""
-EVAL_FLAGS = {
-    "samples": ("eval.samples", "K", "answers per problem (default: 1)"),
-    "temperature": ("eval.temperature", "T", "0: greedy (default: 0 for one sample, else rollout.temperature)"),
-    "problems": ("eval.problems", "N", "use the first N problems of each benchmark (default: all)"),
-    "data": ("eval.folder", "FOLDER", "folder of the benchmarks' files"),
-    "out": ("eval.out", "FOLDER", "folder for answers and scores"),
-    "against": ("eval.against", "FOLDER", "folder of an earlier evaluation, for a paired comparison"),
-}
-"""Options of ``eval``: the setting that each option sets, the name of its value, and its meaning."""
 
 
 class OfModule(NamedTuple):
@@ -95,7 +86,6 @@ OF_MODULES = {
 }
 STEPS, LEAST_STEPS = 12, 6
 """Steps that ``probe-batch`` measures: the default, and the fewest."""
-MODEL = "Hugging Face directory, id on the hub, run, or checkpoint of a run (default: the model of CONFIG)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -202,13 +192,13 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 
             print("\n".join(compare_folders(Path(chosen.out), Path(chosen.against))))
             return 0
-        first, last = _eval_settings(chosen)
+        first, last = eval_settings(chosen)
         words = [*first, *words, *last]
     if chosen.command == "probe-tree":
         places = [] if chosen.at is None else [f"probe.at=[{chosen.at}]"]
-        words = [*words, *places, *(_model_settings(chosen.model) if chosen.model else [])]
+        words = [*words, *places, *(model_settings(chosen.model) if chosen.model else [])]
     if chosen.command == "probe-batch" and chosen.model:
-        words = [*words, *_model_settings(chosen.model)]
+        words = [*words, *model_settings(chosen.model)]
     checked = chosen.command in ("train", "sft") and chosen.check is not None
     config = _read(words, load_whole if checked else load_config)
     if chosen.print_config:
@@ -312,7 +302,7 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
 def _add_options(parsers: Mapping[str, argparse.ArgumentParser], options_of: Sequence[str]) -> None:
     for command in ("train", "sft", "eval", "probe-tree", "probe-batch", "serve", "launch"):
         _add_settings(command, parsers[command])
-    _add_eval_arguments(parsers["eval"])
+    add_eval_arguments(parsers["eval"])
     _add_plan_arguments(parsers["plan"])
     _add_rehearse_arguments(parsers["rehearse"])
     report = parsers["report"]
@@ -379,39 +369,6 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", choices=methods, help="method of compression (default: width)")
     what = "keep a multiple of N units, channels or experts (default: 128; experts: 8)"
     parser.add_argument("--multiple", metavar="N", type=int, help=what)
-
-
-def _add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options beside CONFIG and overrides."""
-    parser.add_argument("--model", metavar="FOLDER", help=MODEL)
-    what = "comma-separated names; NAME=FILE for your own (default: data.eval and eval.benchmarks of CONFIG)"
-    parser.add_argument("--benchmarks", metavar="NAME,…", help=what)
-    for flag, (_, value, meaning) in EVAL_FLAGS.items():
-        parser.add_argument(f"--{flag}", metavar=value, help=meaning)
-
-
-def _eval_settings(chosen: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The overrides that go before the user's own, and those that go after them.
-
-    Raises:
-        UserError: if ``--model`` is neither a Hugging Face directory nor a checkpoint.
-    """
-    after = [
-        f"{setting}={getattr(chosen, flag)}"
-        for flag, (setting, _, _) in EVAL_FLAGS.items()
-        if getattr(chosen, flag) is not None
-    ]
-    if chosen.benchmarks is not None:
-        after += [f"eval.benchmarks={json.dumps(chosen.benchmarks.split(','))}", "data.eval=null"]
-    # A training run's evaluations are a part of each benchmark, to be quick; this one is for its score.
-    return ["eval.problems=null"], [*after, *(_model_settings(chosen.model) if chosen.model else [])]
-
-
-def _model_settings(model: str) -> list[str]:
-    from megatron_dppo.evaluation.answers import policy_in
-
-    found = policy_in(Path(model))
-    return [f"model.{name}={'null' if value is None else value}" for name, value in found.items()]
 
 
 if __name__ == "__main__":

@@ -171,11 +171,12 @@ def propose(config: Config, setup: Setup) -> Proposal:
 def _bound_memory(setup: Setup, resident: float, server: ServerMemory) -> Change:
     """The flag that bounds the memory of a server on the trainer's GPU, if the run has none."""
     flags, room, parts = setup.config.rollout.launch.flags, setup.gpu.memory_gib * GIB, server.memory.parts
-    flag, _ = spec_of(setup.config.rollout.engine).memory_flag
+    spec = spec_of(setup.config.rollout.engine)
+    flag, _ = spec.memory_flag
     if flag in {word.partition("=")[0].replace("_", "-") for word in flags}:
         return {}
     of_free = (parts["weights"] + parts["cache"]) / (room - resident)
-    share = of_free if setup.config.rollout.engine == "sglang" else server.memory.total / room
+    share = of_free if spec.memory_of_free else server.memory.total / room
     return {"rollout.launch.flags": (*flags, f"{flag}={int(100 * share) / 100}")}
 
 

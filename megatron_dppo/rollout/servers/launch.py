@@ -51,6 +51,8 @@ class EngineSpec:
     tokens stay right, so that no comparison of them shows it."""
     memory_flag: tuple[str, str]
     """The flag that bounds a server's memory, and what it is a share of."""
+    memory_of_free: bool
+    """Whether that share is of the memory that is free when the server starts, not of the whole GPU."""
     flags: Callable[[Config, Path], list[str]]
     """Flags of a run's server for the policy, the secret and the run's own requests. The path is that of a YAML file
     with the secret."""

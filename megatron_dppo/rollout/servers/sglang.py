@@ -264,6 +264,7 @@ SPEC = EngineSpec(
                     "--dtype", "--pp-size", "--pipeline-parallel-size", "--api-key", "--admin-api-key", "--config"),
     lossy_flags=("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
     memory_flag=("--mem-fraction-static", "a share of what is free when it starts"),
+    memory_of_free=True,
     flags=server_flags,
     adapter_flags=adapter_flags,
     rank_environment={"NCCL_CUMEM_ENABLE": "0"},  # which SGLang sets for itself, unless it is set

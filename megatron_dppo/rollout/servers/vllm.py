@@ -339,6 +339,7 @@ SPEC = EngineSpec(
     reserved_flags=("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--dtype", "--api-key"),
     lossy_flags=("synthetic",),
     memory_flag=("--gpu-memory-utilization", "a share of the whole GPU"),
+    memory_of_free=False,
     flags=server_flags,
     environment=server_environment,
     adapter_flags=adapter_flags,
