@@ -45,7 +45,7 @@ class OutputNorm(torch.nn.Module):
         return functional.rms_norm(heads.to(weight.dtype), weight.shape, weight, self.eps)
 
 
-class DeltaNet(GatedDeltaNet):  # type: ignore[misc]
+class DeltaNet(GatedDeltaNet):  # type: ignore[misc, unused-ignore]
     """Megatron's refuses packs in its deterministic mode, and has the host compare where their segments start."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **settings: Any) -> None:

@@ -124,8 +124,8 @@ class Decoder:
         attentions, deltas = itertools.count(), itertools.count()
         for layer in self._layers:
             if isinstance(layer, DeltaLayer):
-                states = cache.states_of(next(deltas), first, rows, begin=real is not None)
-                hidden = layer.finish(hidden, layer.mix(hidden.view(rows, count, -1), *states, real))
+                state, tail = cache.states_of(next(deltas), first, rows, begin=real is not None)
+                hidden = layer.finish(hidden, layer.mix(hidden.view(rows, count, -1), state, tail, real))
                 continue
             number = next(attentions)
             keys, values = cache.layer(number, first, rows)

@@ -24,6 +24,9 @@ class Norm:
 class Layer:
     """A transformer layer without its attention proper."""
 
+    _out: Any
+    """The projection of what the heads have attended to."""
+
     def __init__(self, layer: Any, config: Any, zero_centred: bool) -> None:
         self._eps = config.rms_norm_eps
         self._norms = [Norm(norm, zero_centred) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
@@ -129,7 +132,8 @@ class DeltaLayer(Layer):
             padding = (torch.arange(count, device=hidden.device) >= real[:, None]).unsqueeze(-1)
             decay, rate = decay.masked_fill(padding, 0.0), rate.masked_fill(padding, 0.0)
         if count == 1:
-            out, after = recurrent_gated_delta_rule(*(x[:, 0] for x in (queries, keys, values, decay, rate)), state)
+            last = queries[:, 0], keys[:, 0], values[:, 0], decay[:, 0], rate[:, 0], state
+            out, after = recurrent_gated_delta_rule(*last)
         else:
             packed = (x.flatten(0, 1)[None] for x in (queries, keys, values, decay, rate))
             starts = torch.arange(0, rows * count + 1, count)

@@ -24,7 +24,8 @@ from tests.bridge.directories import Sizes, write_qwen2, write_qwen3, write_qwen
 def test_torch_reads_every_key_of_the_mapping(tmp_path: Path, write: Callable[..., PolicyShape]) -> None:
     shape = write(tmp_path / "source", Sizes(), dtype=torch.bfloat16)
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
-    state = {entry.key: torch.full(entry.stored_shape, torch.nan).bfloat16() for entry in entries(shape)}
+    stored = [part for entry in entries(shape) for part in entry.stored]
+    state = {part.key: torch.full(part.stored_shape, torch.nan).bfloat16() for part in stored}
     reader = dcp.FileSystemReader(tmp_path / "megatron/release")
     assert reader.read_metadata().state_dict_metadata.keys() == state.keys()
     dcp.load(state, storage_reader=reader, no_dist=True)
@@ -69,17 +70,17 @@ def test_files_are_bounded_and_end_where_the_plan_says(tmp_path: Path, monkeypat
 def test_a_parameter_of_another_size_is_refused(tmp_path: Path) -> None:
     shape = write_qwen3(tmp_path / "source", Sizes())
     plan = plan_checkpoint(shape, torch.float32)
-    entry = next(iter(plan.storage))
+    part = next(iter(plan.storage))
     with pytest.raises(ValueError, match=r"word_embeddings.weight has 8 bytes instead of 24576"):
-        write_parameter(tmp_path, plan, entry, [memoryview(bytes(8))])
+        write_parameter(tmp_path, plan, part, [memoryview(bytes(8))])
 
 
 def test_a_checkpoint_that_lacks_a_layers_parameter_is_refused(tmp_path: Path) -> None:
     shape = write_qwen3(tmp_path / "source", Sizes())
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
     plan = plan_checkpoint(shape, torch.float32)
-    entry = next(entry for entry in plan.storage if entry.layer == 1)
-    del plan.storage[entry]
+    part = next(part for part in plan.storage if part.entry.layer == 1)
+    del plan.storage[part]
     (tmp_path / "megatron/release" / METADATA).unlink()
     write_metadata(tmp_path / "megatron/release", plan, dict.fromkeys(plan.storage, 0))
     with pytest.raises(Exception, match=r"linear_qkv.layer_norm_weight of layer 1 is there in part only"):

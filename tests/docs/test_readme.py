@@ -15,7 +15,7 @@ from tests.docs.documents import ROOT, prose, text_of
 
 README = "README.md"
 RESULTS = ROOT / "benchmarks/results"
-CURVE: dict[str, Any] = json.loads((RESULTS / "speed_curve.json").read_text())
+TIMES: dict[str, Any] = json.loads((RESULTS / "time_to_accuracy.json").read_text())["sums"]
 EFFICIENCY: dict[str, Any] = json.loads((RESULTS / "efficiency.json").read_text())
 REAL: list[dict[str, Any]] = json.loads((RESULTS / "real_curves.json").read_text())["runs"]
 ROW = re.compile(r"^.*\|.*$", re.MULTILINE)
@@ -41,18 +41,14 @@ def test_it_is_short_and_plain() -> None:
     assert [text for text in (*_sentences(), *_cells()) if re.match(r"\W*(Of|What) ", text)] == []
 
 
-def _said_of_the_curve() -> list[str]:
-    arms, smaller = CURVE["arms"], CURVE["smaller"]
-    strong, default = arms["pruned, strong"], arms["pruned, default"]
-    prompts = re.search(r"\d+", smaller)
-    assert prompts is not None
-    steps = [f"{arm['step_time_ratio']['ratio']:.1f}" for arm in (default, strong)]
-    seconds = {name: f"{arm['seconds_to_accuracy']:.0f} s" for name, arm in arms.items()}
+def _said_of_times() -> list[str]:
+    """What the README has to say of the time to an accuracy."""
+    found = TIMES["final_accuracy_difference"]
+    low, high = found["interval"]
+    difference = f"{found['difference']:.3f} ± {(high - low) / 2:.3f}".replace("-", "−")
     return [
-        f"is {steps[0]} (mild) to {steps[1]} (strong, keeping 30%) times faster",
-        f"64 unpruned prompts a step reached 60% accuracy in {seconds['unpruned, 64 prompts']}",
-        f"Mild pruning took {seconds['pruned, default']}, strong pruning {seconds['pruned, strong']}",
-        f"{prompts[0]} unpruned prompts {seconds[smaller]}",
+        f"a whole run {TIMES['equal_noise_run_ratio']['ratio']:.2f} times faster",
+        f"differs by {difference} ({found['seeds']} seeds)",
     ]
 
 
@@ -95,28 +91,32 @@ def test_efficiency_is_told_as_it_is_stored() -> None:
     assert "{:.2f} to {:.2f} of the best draw found".format(*nearest) in advice
 
 
-def test_the_smaller_batch_is_within_the_noise_of_pruning() -> None:
-    for arm in ("pruned, default", "pruned, strong"):
-        low, high = CURVE["arms"][arm]["time_ratio_to_smaller"]["interval"]
-        assert low < 1 < high
+def test_times_are_told_as_they_are_stored() -> None:
+    page = text_of("docs/pruning_measured.md")
+    for ratio in (TIMES["equal_noise_run_ratio"], *(arm["time_ratio"] for arm in TIMES["arms"].values())):
+        low, high = ratio["interval"]
+        assert low == high or f"{ratio['ratio']:.2f} [{low:.2f}, {high:.2f}]" in page
+    pruned = [name for name in TIMES["arms"] if not name.startswith("unpruned")]
+    assert all(TIMES["arms"][name]["time_ratio"]["interval"][0] < 1 for name in pruned)  # as the pages say
 
 
-@pytest.mark.parametrize("said", _said_of_the_curve() + _said_of_the_picture())
-def test_the_curve_s_figures_are_those_that_are_stored(said: str) -> None:
+@pytest.mark.parametrize("said", _said_of_times() + _said_of_the_picture())
+def test_figures_of_runs_are_those_that_are_stored(said: str) -> None:
     assert said in " ".join(text_of(README).split())
 
 
-def test_every_run_of_the_curve_is_stored_with_its_origin() -> None:
-    assert {"command", "commit", "processor", "date"} <= CURVE.keys()
-    runs = [(run["arm"], run["seed"]) for run in CURVE["runs"]]
-    assert sorted(runs) == sorted((arm, seed) for arm in CURVE["arms"] for seed in range(1, CURVE["seeds"] + 1))
+def test_every_run_is_stored_with_its_origin() -> None:
+    assert {"command", "commit", "processor", "date"} <= TIMES.keys()
+    runs = map(json.loads, (RESULTS / "time_to_accuracy_sums.jsonl").read_text().splitlines())
+    seeds = {(run["arm"], run["lr"], run["seed"]) for run in runs}
+    assert {(name, arm["lr"], seed) for name, arm in TIMES["arms"].items() for seed in range(1, 6)} <= seeds
 
 
 def test_planned_figures_are_the_planner_s() -> None:
     rows = dict(re.findall(r"^\[[\w.-]+\]\(configs/(\S+)\) \| (.*) \| \S+$", text_of(README), re.MULTILINE))
     row = r"^\| `(qwen3_\S+)` \| (\d+ \| (?:all|adapters) .*) \|$"
     shared = dict(re.findall(row, text_of("docs/scaling.md"), re.MULTILINE))
-    assert rows.keys() | shared.keys() == {file.name for file in (ROOT / "configs").glob("qwen3_*.yaml")}
+    assert rows.keys() | shared.keys() == {file.name for file in (ROOT / "configs").glob("qwen3_[!5]*.yaml")}
     for name, shown in (rows | shared).items():
         made = make_plan(load_config(str(ROOT / "configs" / name), []), read_assumptions([]))
         trained = "adapters" if made.config.model.lora.rank else "all"

@@ -292,7 +292,7 @@ def test_two_ranks_have_the_gradient_of_two_ranks(policy: Path, tmp_path: Path):
         "tests.integrations.trl_on_ranks",
     ]
     done = subprocess.run(
-        [sys.executable, *words, str(policy), str(tmp_path)], capture_output=True, text=True, timeout=300
+        [sys.executable, *words, str(policy), str(tmp_path)], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("as expected") == 2

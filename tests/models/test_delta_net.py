@@ -12,10 +12,13 @@ from safetensors.torch import load_file, save_file
 from megatron_dppo.bridge.export import export_hf
 from megatron_dppo.bridge.load import load_policy
 from megatron_dppo.bridge.safetensors_files import CARRIED
-from megatron_dppo.config import LayoutConfig, ModelConfig
+from megatron_dppo.compress.cut import check_cut
+from megatron_dppo.config import Config, DataConfig, LayoutConfig, ModelConfig, PackConfig, exclusions, replace
+from megatron_dppo.data.examples import Source, read_examples
 from megatron_dppo.errors import UserError
 from megatron_dppo.models import shape as shapes
 from megatron_dppo.models.actor import Policy
+from megatron_dppo.models.layer_specs import choose_sharing
 from megatron_dppo.models.shape import check_layout, check_megatron, read_shape
 from megatron_dppo.parallel.world import initialize
 from tests.bridge.conversions import same, to_hf, to_megatron, weights
@@ -106,3 +109,25 @@ def test_key_heads_limit_the_layout(tmp_path: Path) -> None:
 def test_layers_that_change_in_another_way_are_refused(tmp_path: Path, kinds: list[str]) -> None:
     with pytest.raises(UserError, match="layer_types"):
         read_shape(write_family(tmp_path, TEXT, layer_types=kinds))
+
+
+def test_prefixes_are_not_shared(tmp_path: Path) -> None:
+    shape = read_shape(write_family(tmp_path, TEXT))
+    assert choose_sharing(Config(), shape).pack.share_prefixes == "off"
+    shared = replace(Config(), pack=PackConfig(share_prefixes="on"))
+    with pytest.raises(UserError, match=r"pack.share_prefixes = on.*gated delta networks of Qwen3_5ForCausalLM"):
+        for check in exclusions.checks(shared, "train", shape):
+            check()
+
+
+def test_images_in_prompts_are_refused(tmp_path: Path) -> None:
+    parts = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is this?"}]
+    file = tmp_path / "problems.jsonl"
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}], "label": "a cat"}) + "\n")
+    with pytest.raises(UserError, match=r"an image or a video.*vision towers are not trained"):
+        read_examples(Source(str(file), "data.train"), DataConfig(), "train")
+
+
+def test_compression_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Qwen3_5ForCausalLM, which has gated delta networks"):
+        check_cut(read_shape(write_family(tmp_path, TEXT)), "depth", 0.5)
