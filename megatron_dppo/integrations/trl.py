@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -34,11 +34,6 @@ MEANS_OVER_TOKENS = frozenset({"grpo", "sapo"})
 SKIPS_PASSES = frozenset({DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
 """Ways of distributing a model under which a rank may leave out a forward pass before the last one of a step. Under
 others, every micro-batch has a pass, over fewer rows."""
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as _Trainer
-else:
-    _Trainer = object
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +88,10 @@ class Row:
         return Row({name: value.to(device) for name, value in self.inputs.items()}, self.weight)
 
 
-class CompletionPruning(_Trainer):
-    """Mixin that prunes completions in a subclass of ``GRPOTrainer``: ``class Mine(CompletionPruning, YourTrainer)``.
+class PrunedGRPOTrainer(GRPOTrainer):
+    """``GRPOTrainer`` that trains on a part of the completions, for which the gradient stays unbiased.
+
+    It prunes a subclass of ``GRPOTrainer`` as well: ``class Mine(PrunedGRPOTrainer, YourTrainer): pass``.
 
     Args:
         pruning: see :class:`Pruning`. All other arguments are the trainer's.
@@ -103,6 +100,8 @@ class CompletionPruning(_Trainer):
         UserError: a setting of ``GRPOConfig`` has a term that no weight of completions keeps unbiased.
     """
 
+    beta: float
+    """TRL's coefficient of the KL term."""
     completion_inputs: ClassVar[Mapping[str, float]] = {
         "completion_mask": 0,
         "old_per_token_logps": 0.0,
@@ -112,7 +111,6 @@ class CompletionPruning(_Trainer):
         "tool_mask": 1,
     }
     """Inputs of [B, tokens of completions] or [B, 1] with their padding. A subclass with more of these adds to it."""
-    beta: float
 
     def __init__(self, *args: Any, pruning: Pruning = Pruning(), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -285,10 +283,6 @@ class CompletionPruning(_Trainer):
         finally:
             self.beta = beta
         return loss
-
-
-class PrunedGRPOTrainer(CompletionPruning, GRPOTrainer):
-    """``GRPOTrainer`` that trains on a part of the completions; see :class:`CompletionPruning`."""
 
 
 class _OfEachRow(float):

@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.integrations import trl as integration
-from megatron_dppo.integrations.trl import CompletionPruning, PrunedGRPOTrainer, Pruning
+from megatron_dppo.integrations.trl import PrunedGRPOTrainer, Pruning
 from tests.integrations.trl_steps import (
     LONGEST,
     ROWS,
@@ -213,16 +213,16 @@ class Twice(GRPOTrainer):
         return batch | {"twice": 2.0 * batch["completion_mask"]}
 
 
-class PrunedTwice(CompletionPruning, Twice):
-    completion_inputs = CompletionPruning.completion_inputs | {"twice": 0.0}
+class PrunedTwice(PrunedGRPOTrainer, Twice):
+    completion_inputs = PrunedGRPOTrainer.completion_inputs | {"twice": 0.0}
 
 
-def test_the_mixin_cuts_inputs_of_a_trainer_of_the_users(policy: Path, tmp_path: Path, monkeypatch):
+def test_it_cuts_inputs_of_a_trainer_of_the_users(policy: Path, tmp_path: Path, monkeypatch):
     seen = watched(monkeypatch)
     trained(trainer(policy, tmp_path, PrunedTwice))
     for inputs in seen:
         assert torch.equal(inputs["twice"], 2.0 * inputs["completion_mask"])
-    unknown = trainer(policy, tmp_path, type("Unknown", (CompletionPruning, Twice), {}))
+    unknown = trainer(policy, tmp_path, type("Unknown", (PrunedGRPOTrainer, Twice), {}))
     with pytest.raises(UserError, match=r"inputs = twice: .*completion_inputs"):
         trained(unknown)
 
@@ -292,7 +292,7 @@ def test_two_ranks_have_the_gradient_of_two_ranks(policy: Path, tmp_path: Path):
         "tests.integrations.trl_on_ranks",
     ]
     done = subprocess.run(
-        [sys.executable, *words, str(policy), str(tmp_path)], capture_output=True, text=True, timeout=300
+        [sys.executable, *words, str(policy), str(tmp_path)], capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("as expected") == 2

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from megatron_dppo.integrations.trl import CompletionPruning, PrunedGRPOTrainer, Pruning
+from megatron_dppo.integrations.trl import PrunedGRPOTrainer, Pruning
 from megatron_dppo.rl.pruning import draw_from
 from tests.rl.integration import FixedOffset, outcomes
 
@@ -103,7 +103,7 @@ def gradient(made: GRPOTrainer, loaded: Any, begin: int) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in made.model.parameters() if p.grad is not None])
 
 
-def draws(pruned: CompletionPruning) -> Iterator[float]:
+def draws(pruned: PrunedGRPOTrainer) -> Iterator[float]:
     """The probability of each outcome of the draw, which the trainer's next optimizer step then has."""
     candidates, pruning = pruned._candidates, pruned.pruning
     _, inclusion = draw_from(candidates, pruning.budget, rule=pruning.rule, generated=1.0, seed=0)
