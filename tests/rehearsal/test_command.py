@@ -102,9 +102,12 @@ def test_planned_kernels_and_collectives_are_those_rehearsed(found: dict[str, An
         (
             "qwen3-8b",
             (
-                "layout.tp=2", "layout.sequence_parallel=true", "model.recompute=selective", "rollout.launch.count=6",
+                "layout.tp=2",
+                "layout.sequence_parallel=true",
+                "model.recompute=selective",
+                "rollout.launch.count=6",
             ),
-        ),  # fmt: skip
+        ),
         ("qwen3-8b", ("layout.tp=2", "layout.cp=2", "rollout.launch.count=4")),
         ("qwen3-30b-a3b", ("layout.tp=2", "layout.ep=2", "layout.sequence_parallel=true", "rollout.launch.count=4")),
     ],
