@@ -27,6 +27,7 @@ from megatron_dppo.rehearse.step import packs_to_play
 from megatron_dppo.settings import load_config
 
 CONFIG = "configs/qwen3_0.6b_math.yaml"
+TWO_TRAIN = "rollout.launch.count=6"
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,7 +58,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rehearse(policy: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_dppo", "rehearse", CONFIG, f"model.path={policy}", *words]
+    command = [sys.executable, "-m", "megatron_dppo", "rehearse", CONFIG, TWO_TRAIN, f"model.path={policy}", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
 
 
@@ -131,7 +132,7 @@ def test_the_benchmark_names_each_configuration(policy: Path) -> None:
 
 
 def test_a_rank_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rehearse", CONFIG, "--rank", "2"]) == 2
+    assert main(["rehearse", CONFIG, TWO_TRAIN, "--rank", "2"]) == 2
     assert "Give 0 to 1" in capsys.readouterr().err
 
 
