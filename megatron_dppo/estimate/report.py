@@ -63,18 +63,25 @@ def plan_search(config: Config, assumed: Sequence[str], gpus: int | None, *, jso
         print(json.dumps({"gpus": gpus, **to_jsonable_python(found)}))
     else:
         print("\n".join(_found(config, gpus, found)))
-    return 0 if found.fastest else 1
+    return 1 if found.closest else 0
 
 
 def _found(config: Config, gpus: int, found: Found) -> Iterator[str]:
     yield f"{config.model.path} on at most {gpus} {config.cluster.gpu} GPUs, with {SPARE:.0%} of the memory to spare"
+    if found.on_policy and not found.fastest:
+        yield f"\nnothing fits with rollout.ahead={config.rollout.ahead}"
     for what, each in (("fastest", found.fastest), ("cheapest", found.cheapest), ("on-policy", found.on_policy)):
         if each:
-            yield f"\n{what}: {each.seconds:.0f} s a step, {each.gpus} GPUs, {each.gpu_hours:.2f} GPU-hours a step"
+            yield f"\n{what}: {each.seconds:.0f} s a step on {_gpus(each)}, {each.gpu_hours:.3f} GPU-hours a step"
             yield from _proposed(each)
     if found.closest:
-        yield f"\ndoes not fit: the nearest lacks {found.closest.lack / GIB:.1f} GiB on a GPU, of {found.closest.gpus}"
+        lack = f"lacks {found.closest.lack / GIB:.1f} GiB on a GPU"
+        yield f"\ndoes not fit: the nearest miss, on {_gpus(found.closest)}, {lack}"
         yield from _proposed(found.closest)
+
+
+def _gpus(each: Proposal) -> str:
+    return f"{each.gpus} GPU{'s' * (each.gpus > 1)}"
 
 
 def _proposed(each: Proposal) -> Iterator[str]:

@@ -143,11 +143,10 @@ def _once_per_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup
     solved: dict[int, Setup | None] = {}
 
     def found(setup: Setup) -> Setup | None:
-        ranks = setup.placement.ranks
-        if setup.placement.shared or ranks not in solved:
-            solved[ranks if not setup.placement.shared else 0] = solve(setup)
-        best = solved[0 if setup.placement.shared else ranks]
-        if best is None:
+        ranks = 0 if setup.placement.shared else setup.placement.ranks
+        if not ranks or ranks not in solved:
+            solved[ranks] = solve(setup)
+        if (best := solved[ranks]) is None:
             return None
         layout = best.placement.layout
         own = {"layout": replace(layout, dp=None), "model": best.config.model, "pack": best.config.pack}
@@ -312,9 +311,9 @@ def layouts(setup: Setup) -> Iterator[LayoutConfig]:
             pairs = product(larger(0, shape.experts, shape.experts), sorted({1, tp}))
             inside = [(ep, etp, tp > 1) for ep, etp in pairs if ranks // pp % (ep * etp) == 0]
         for ep, etp, parallel in inside:
-            yield LayoutConfig(
-                tp=tp, cp=cp, pp=pp, dp=ranks // (tp * cp * pp), ep=ep, etp=etp, sequence_parallel=parallel,
-                first_stage_layers=cut[0], last_stage_layers=cut[1],
+            yield replace(
+                setup.config.layout, tp=tp, cp=cp, pp=pp, dp=ranks // (tp * cp * pp), ep=ep, etp=etp, vpp=1,
+                sequence_parallel=parallel, first_stage_layers=cut[0], last_stage_layers=cut[1],
             )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ SMALL = (
     f"{LAYOUT} run.steps=1 rollout.prompts_per_step=4 rollout.samples_per_prompt=2 rollout.max_response_tokens=8 "
     "eval.problems=2"
 )
-HERE = "rollout.engine=local rollout.launch.count=0 rollout.colocated=false rollout.ahead=0 model.dtype=fp32"
+HERE = "rollout.engine=local rollout.colocated=false rollout.launch.count=0 rollout.ahead=0 model.dtype=fp32"
 CHECKED = (
     f"{SMALL} {HERE} model.path=runs/quickstart/warm data.train=gsm8k_train.jsonl data.prompt_key=question "
     "data.label_key=answer eval.problems=0 --check"

@@ -187,6 +187,12 @@ def test_a_layout_that_the_ranks_do_not_allow_is_no_hindrance() -> None:
     assert pasted(config, search(config, Assumptions(), 128).fastest).fits
 
 
+def test_settings_that_it_does_not_choose_stay() -> None:
+    config = of("layout.timeout_s=60", "layout.dp=2", file=EIGHT)
+    found = search(config, Assumptions(), 8).fastest
+    assert found and "layout.timeout_s" not in found.change and found.change["layout.dp"] is None
+
+
 def test_servers_that_run_already_and_the_own_engine_stay() -> None:
     given = of("rollout.servers=[http://a:1,http://b:1]", "rollout.launch.tp=8")
     own = of("rollout.engine=local", "rollout.servers=[]", "cluster.server_nodes=0", "model.path=qwen3-0.6b")
@@ -233,7 +239,7 @@ def test_what_cannot_fit_is_said_with_the_nearest_miss(capsys: pytest.CaptureFix
     config = load_config(LARGE, [])
     assert main(["plan", LARGE, "--search", "--gpus", "8"]) == 1
     miss = search(config, Assumptions(), 8).closest
-    assert miss and f"does not fit: the nearest lacks {miss.lack / 2**30:.1f} GiB" in capsys.readouterr().out
+    assert miss and f"the nearest miss, on 8 GPUs, lacks {miss.lack / 2**30:.1f} GiB" in capsys.readouterr().out
     made = make_plan(with_settings(config, miss.change), Assumptions())
     assert miss.lack == pytest.approx(max(made.actor.total - (1 - SPARE) * made.actor.room, made.server.memory.lack))
     run = setup(with_settings(config, miss.change))

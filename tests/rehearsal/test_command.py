@@ -27,6 +27,7 @@ from megatron_dppo.rehearse.step import packs_to_play
 from megatron_dppo.settings import load_config
 
 CONFIG = "configs/qwen3_0.6b_math.yaml"
+TWO_TRAIN = "rollout.launch.count=6"
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,13 +58,13 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rehearse(policy: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_dppo", "rehearse", CONFIG, f"model.path={policy}", *words]
+    command = [sys.executable, "-m", "megatron_dppo", "rehearse", CONFIG, TWO_TRAIN, f"model.path={policy}", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.fixture(scope="module")
 def found(policy: Path) -> dict[str, Any]:
-    done = rehearse(policy, "--json", "layout.pp=2", "rollout.launch.count=6", "--stage", "last")
+    done = rehearse(policy, "--json", "layout.pp=2", "--stage", "last")
     assert done.returncode == 0, done.stderr
     made: dict[str, Any] = json.loads(done.stdout)
     return made
@@ -99,15 +100,7 @@ def test_planned_kernels_and_collectives_are_those_rehearsed(found: dict[str, An
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "qwen3-8b",
-            (
-                "layout.tp=2",
-                "layout.sequence_parallel=true",
-                "model.recompute=selective",
-                "rollout.launch.count=6",
-            ),
-        ),
+        ("qwen3-8b", ("layout.tp=2", "layout.sequence_parallel=true", "model.recompute=selective")),
         ("qwen3-8b", ("layout.tp=2", "layout.cp=2", "rollout.launch.count=4")),
         ("qwen3-30b-a3b", ("layout.tp=2", "layout.ep=2", "layout.sequence_parallel=true", "rollout.launch.count=4")),
     ],
@@ -139,8 +132,8 @@ def test_the_benchmark_names_each_configuration(policy: Path) -> None:
 
 
 def test_a_rank_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rehearse", CONFIG, "--rank", "2"]) == 2
-    assert "Give 0 to 0" in capsys.readouterr().err
+    assert main(["rehearse", CONFIG, TWO_TRAIN, "--rank", "2"]) == 2
+    assert "Give 0 to 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("vpp", [1, 2, 3])
