@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from trl import GRPOTrainer
 from trl.trainer.utils import pad
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.integrations.settings import Pruning as Pruning
 from megatron_dppo.rl.pruning import draw_from
-from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES, CompletionCandidates
+from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 
 DIVIDED_BY_ROWS = frozenset({"grpo", "sapo", "dr_grpo", "luspo"})
 """Losses that TRL divides by the rows of a micro-batch."""
@@ -34,41 +35,7 @@ MEANS_OVER_TOKENS = frozenset({"grpo", "sapo"})
 SKIPS_PASSES = frozenset({DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
 """Ways of distributing a model under which a rank may leave out a forward pass before the last one of a step. Under
 others, every micro-batch has a pass, over fewer rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pruning:
-    """Which completions are trained on. ``Pruning(budget=0.5)`` trains on half of a batch's tokens."""
-
-    budget: float | Literal["auto"] = 0.5
-    """Fraction of the tokens, prompts included, that is trained on. Under ``threshold`` it is the probability of the
-    low-scored completions. ``auto``, for ``neyman``: the fraction of least variance × tokens, for each batch."""
-    rule: str = "neyman"
-    """Unbiased rule in ``COMPLETION_RULES``."""
-    max_weight: float = 5.0
-    """Largest weight of a completion's loss; inclusion probabilities are at least its inverse."""
-    seed: int = 0
-    """Random seed of the draws, together with the optimizer step."""
-
-    def __post_init__(self) -> None:
-        """Check the fields.
-
-        Raises:
-            UserError: a field is out of range, or the rule is unknown or biased.
-        """
-        rule = COMPLETION_RULES.get(self.rule)
-        unbiased = ", ".join(name for name, known in COMPLETION_RULES.items() if not known.biased)
-        if rule is None or rule.biased:
-            problem = f"it is biased: {rule.biased}" if rule else "there is no such rule"
-            raise UserError("pruning.rule", self.rule, problem, f"choose one of {unbiased}")
-        if self.budget == "auto" and self.rule != "neyman":
-            raise UserError("pruning.budget", "auto", "only neyman has this budget", "give a fraction or rule='neyman'")
-        if self.budget != "auto" and not 0.0 < self.budget <= 1.0:
-            raise UserError(
-                "pruning.budget", self.budget, "it is no fraction", "give more than 0, at most 1, or 'auto'"
-            )
-        if not 1.0 <= self.max_weight < math.inf:
-            raise UserError("pruning.max_weight", self.max_weight, "weights are at least 1", "give a number from 1 on")
+DEFAULT = Pruning()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +79,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
     }
     """Inputs of [B, tokens of completions] or [B, 1] with their padding. A subclass with more of these adds to it."""
 
-    def __init__(self, *args: Any, pruning: Pruning = Pruning(), **kwargs: Any) -> None:
+    def __init__(self, *args: Any, pruning: Pruning = DEFAULT, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pruning = pruning
         _refuse_biased_terms(self)

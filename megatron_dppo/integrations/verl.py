@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,22 +38,12 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.integrations.settings import Pruning
 from megatron_dppo.rl.pruning import prune
 from megatron_dppo.rl.types import Floats, Ints
 
 PROPORTIONAL = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "cispo", "bypass_mode")
 """Values of ``policy_loss.loss_mode`` whose loss of a row is proportional to its advantages and reads no other row."""
-
-
-@dataclass(frozen=True)
-class Pruning:
-    """Settings of the draw: ``+pruning.budget=0.5`` on verl's command line."""
-
-    budget: float | Literal["auto"] = 0.5
-    """Fraction of the batch's tokens that the actor trains on; ``auto``: the most efficient one."""
-    rule: str = "neyman"
-    max_weight: float = 10.0
-    seed: int = 0
 
 
 class Rows(NamedTuple):
@@ -165,10 +155,6 @@ def pruning_settings(config: DictConfig) -> Pruning:
         if name not in known:
             raise UserError(f"pruning.{name}", given[name], "is no setting", f"Choose from {', '.join(known)}")
     pruning = Pruning(**given)
-    try:
-        prune([[1, 1]], [[0.0, 1.0]], budget=pruning.budget, rule=pruning.rule, max_weight=pruning.max_weight)
-    except (TypeError, ValueError) as error:
-        raise UserError("pruning", given, str(error).rstrip("."), "Correct it, or leave it out") from error
     actor, algorithm, model = config.actor_rollout_ref.actor, config.algorithm, config.actor_rollout_ref.model
     mode = actor.policy_loss.loss_mode
     corrections = [section.get("rollout_correction") or {} for section in (algorithm, actor.policy_loss)]

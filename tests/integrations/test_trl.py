@@ -256,8 +256,8 @@ def test_a_load_balancing_loss_is_refused(policy: Path, tmp_path: Path):
     [
         ({"budget": 0.0}, r"pruning.budget = 0.0: .*'auto'"),
         ({"budget": "auto", "rule": "threshold"}, "pruning.budget = auto: .*rule='neyman'"),
-        ({"rule": "top_k"}, "pruning.rule = top_k: it is biased: .*none, threshold, neyman"),
-        ({"rule": "best"}, "pruning.rule = best: there is no such rule"),
+        ({"rule": "top_k"}, "pruning.rule = top_k: is biased: .*none, threshold, neyman"),
+        ({"rule": "best"}, "pruning.rule = best: is no rule"),
         ({"max_weight": 0.5}, "pruning.max_weight = 0.5: "),
     ],
 )

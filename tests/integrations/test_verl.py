@@ -316,8 +316,9 @@ def test_a_step_is_drawn_again_as_it_was_and_the_next_one_anew() -> None:
     ("setting", "named"),
     [
         ("+pruning.budgett=0.5", "budget"),
-        ("pruning.budget=2", "pruning"),
-        ("pruning.budget=half", "pruning"),
+        ("pruning.budget=2", "pruning.budget = 2"),
+        ("pruning.budget=half", "pruning.budget = half"),
+        ("+pruning.max_weight=0.5", "pruning.max_weight = 0.5"),
         ("+pruning.rule=top_k", "top_k"),
         ("algorithm.adv_estimator=gae", "critic"),
         ("actor_rollout_ref.actor.use_kl_loss=true", "use_kl_in_reward"),

@@ -38,7 +38,7 @@ def test_it_wants_numpy_alone(tmp_path: Path):
 @pytest.mark.parametrize("options", [{}, {"sequence_mean": False, "prompt_lengths": 20}, {"logprobs": None}])
 def test_the_mean_weight_of_each_completion_is_one(options: dict[str, object], monkeypatch: pytest.MonkeyPatch):
     """Law 2 over an even grid of the draw's offset: that misses each probability by at most one part in ``DRAWS``."""
-    given = {**batch(), "budget": 0.4, **options}
+    given = {**batch(), "budget": 0.4, "max_weight": 5.0, **options}
     monkeypatch.setattr(np.random, "default_rng", FixedOffset)
     draws = [prune(**given, seed=(draw + 0.5) / DRAWS) for draw in range(DRAWS)]
     mixed = np.broadcast_to(given["rewards"].std(axis=1, keepdims=True) > 0, draws[0].mask.shape)

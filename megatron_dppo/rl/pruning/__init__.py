@@ -49,7 +49,7 @@ def prune(
     rule: str = "neyman",
     normalise: bool = True,
     sequence_mean: bool = True,
-    max_weight: float = 5.0,
+    max_weight: float = 10.0,
     seed: int | Sequence[int] | np.random.Generator = 0,
 ) -> Kept:
     """Choose by chance which completions of a batch are trained on, and weigh them so that the gradient stays unbiased.
