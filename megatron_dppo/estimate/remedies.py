@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations, islice, product
-from operator import itemgetter, or_
+from operator import attrgetter, itemgetter, or_
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.search import RECOMPUTATION, Change, changed, larger, stages, with_settings
+from megatron_dppo.estimate.search import RECOMPUTATION, Change, larger, stages, with_settings
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.trainer.preflight import check_config
 
@@ -50,7 +50,7 @@ def remedies(
         lack: bytes that another one lacks on its fullest GPU, 0 where it fits; may raise UserError for one that is no
             configuration at all.
     """
-    options = [[changed(config, change) for change in option] for option in _options(config, shape)]
+    options = [[_changed(config, change) for change in option] for option in _options(config, shape)]
     more = [{"cluster.nodes": config.cluster.nodes * factor} for factor in (2, 4, MOST_NODES)]
     tried: list[tuple[float, Change]] = []
 
@@ -140,3 +140,8 @@ def _limits(config: Config, shape: PolicyShape) -> Iterator[str]:
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes > 1)}"
     gpus = cluster.nodes * cluster.gpus_per_node
     yield f"tp x pp x cp x dp is the number of GPUs that train, of which {nodes} have {gpus}"
+
+
+def _changed(config: Config, change: Change) -> Change:
+    """Without what is so already."""
+    return {key: value for key, value in change.items() if attrgetter(key)(config) != value}

@@ -363,11 +363,6 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
     return replace(section, **{name: _with(getattr(section, name), rest, value) if rest else value})
 
 
-def changed(config: Config, change: Change) -> Change:
-    """Without what is so already."""
-    return {key: value for key, value in change.items() if attrgetter(key)(config) != value}
-
-
 def larger(value: int, most: int, of: int) -> list[int]:
     """Divisors of ``of`` above a value, up to a limit."""
     return [number for number in range(value + 1, most + 1) if of % number == 0]
