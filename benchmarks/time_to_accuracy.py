@@ -2,8 +2,8 @@
 
     python benchmarks/time_to_accuracy.py [--task word_problems] [--seeds 5] [--jobs 2] [--json]
 
-The design was fixed before the first run. Two arms of it changed after tuning had begun, when the default pruning did:
-``default``, which was tuned anew, and ``equal noise``, which had not run.
+The design was fixed before the first run, with three changes since. ``default`` and ``equal noise`` followed the default
+pruning, which changed after tuning had begun: one was tuned again, the other had not run. TRL's arms came last.
 
 - All arms start from the task's warmed-up policy. They differ in ``pruning.*``, in prompts per step and in the learning
   rate, which is constant. What is compared is the time until held-out accuracy reaches ``Task.accuracy``. On sums this
@@ -17,13 +17,12 @@ The design was fixed before the first run. Two arms of it changed after tuning h
 - ``equal noise`` is not tuned. It has the learning rate, the prompts and the number of steps of the best unpruned
   batch, with ``pruning.noise=1``. Both train to the end, on ``--equal-noise-seeds``, to compare seconds of whole runs
   and final accuracies. (On sums, 10 of the 15 were added after the first 5, which had an interval of ±0.053.)
-- Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock seconds of all runs of
-  the call, so that other work on the machine strikes no arm alone. ``fit_error`` is the mean relative error between two
-  evaluations. Evaluations, checkpoints and start-up do not count.
+- Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock seconds of all runs in
+  the store, so that other work on the machine strikes no arm alone. ``costs.error`` is the mean relative error between
+  two evaluations. Evaluations, checkpoints and start-up do not count.
 - **TRL's** GRPOTrainer has arms of its own, tuned in the same way. It has one thread, and counts by its processor's
-  seconds, which other work on the machine hardly changes. ``over_trl`` compares its best arm with our best pruned arm
-  on the same seeds. The two runs of a seed take place at the same time (``--jobs 2``). Ours counts by the wall clock,
-  which is never less.
+  seconds. ``over_trl`` compares its best arm with our best pruned arm, seed by seed, in runs at the same time (``--jobs
+  2``). Ours counts by the wall clock, which is never less.
 - An arm is evaluated after every twentieth of its work, on 400 problems; between evaluations accuracy is interpolated.
 
 Every run is appended to ``--store``. Called again, the script goes on where it was.
@@ -323,7 +322,7 @@ class Measurement:
         }
 
     def over_trl(self, rates: dict[str, float], ours: str, seeds: Iterable[int]) -> dict[str, Any]:
-        """TRL's best arm beside an arm of ours, on runs that take place at the same time."""
+        """TRL's best arm beside an arm of ours."""
         trl = self.best(rates, [name for name in self.arms if name in TRL])
         beside = BESIDE_TRL + ours
         pairs = [
