@@ -2,8 +2,8 @@
 
     python benchmarks/time_to_accuracy.py [--task word_problems] [--seeds 5] [--jobs 2] [--json]
 
-The design was fixed before the first run, with three changes since. ``default`` and ``equal noise`` followed the default
-pruning, which changed after tuning had begun: one was tuned again, the other had not run. TRL's arms came last.
+The design was fixed before the first run, with three changes since. ``default`` and ``equal noise`` followed the
+default pruning, which changed after tuning had begun: one was tuned again, the other had not run. TRL's arms came last.
 
 - All arms start from the task's warmed-up policy. They differ in ``pruning.*``, in prompts per step and in the learning
   rate, which is constant. What is compared is the time until held-out accuracy reaches ``Task.accuracy``. On sums this
@@ -21,8 +21,8 @@ pruning, which changed after tuning had begun: one was tuned again, the other ha
   the store, so that other work on the machine strikes no arm alone. ``costs.error`` is the mean relative error between
   two evaluations. Evaluations, checkpoints and start-up do not count.
 - **TRL's** GRPOTrainer has arms of its own, tuned in the same way. It has one thread, and counts by its processor's
-  seconds. ``over_trl`` compares its best arm with our best pruned arm, seed by seed, in runs at the same time (``--jobs
-  2``). Ours counts by the wall clock, which is never less.
+  seconds. ``over_trl`` compares its best arm with our best pruned arm, seed by seed, in runs at the same time
+  (``--jobs 2``). Ours counts by the wall clock, which is never less.
 - An arm is evaluated after every twentieth of its work, on 400 problems; between evaluations accuracy is interpolated.
 
 Every run is appended to ``--store``. Called again, the script goes on where it was.
@@ -174,14 +174,9 @@ class Measurement:
 
     def by_us(self, own: Arm, lr: float, seed: int, steps: int, folder: Path, *, whole: bool) -> list[dict[str, float]]:
         words = [*self.task.settings, f"model.path={self.task.policy}", f"run.dir={folder}", f"run.seed={seed}"]
-        words += [
-            f"run.steps={steps}",
-            f"optimizer.lr={lr:g}",
-            f"rollout.prompts_per_step={own.prompts}",
-            *own.settings,
-        ]
+        words += [f"run.steps={steps}", f"optimizer.lr={lr:g}", f"rollout.prompts_per_step={own.prompts}"]
         words += [f"eval.every={max(steps // EVALUATIONS, 1)}", f"eval.problems={PROBLEMS}"]
-        words += ["run.export=false", "run.checkpoint_every=0"]
+        words += ["run.export=false", "run.checkpoint_every=0", *own.settings]
         command = [sys.executable, "-m", "megatron_dppo", "train", str(self.options.config), *words]
         with folder.with_suffix(".log").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
