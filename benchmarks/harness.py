@@ -11,6 +11,8 @@ import json
 import math
 import multiprocessing
 import os
+import platform
+import re
 import socket
 import statistics
 import subprocess
@@ -28,6 +30,8 @@ T_975 = (
 )  # fmt: skip
 """Student's t at 97.5% for 1, 2, … degrees of freedom; the last one is taken for more."""
 MIB = 2**20
+RESULTS = Path(__file__).parent / "results"
+"""A file of each script of which figures were recorded: by command, its figures and their origin."""
 
 
 def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
@@ -40,6 +44,7 @@ def arguments(description: str, **options: Any) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the JSON object alone")
+    parser.add_argument("--record", action="store_true", help="also store the figures in benchmarks/results")
     for name, given in options.items():
         default, text = given if isinstance(given, tuple) else (given, "default: %(default)s")
         flag = "--" + name.replace("_", "-")
@@ -59,7 +64,27 @@ def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
     if not options.json:
         for name, value in _flat("", figures):
             print(f"{name:<44} {value:.4g}" if isinstance(value, float) else f"{name:<44} {value}")
+    if options.record:
+        record(figures)
     print(json.dumps(figures))
+
+
+def record(figures: Mapping[str, Any]) -> None:
+    """Store figures with their origin, under this command, in the script's file of ``benchmarks/results``."""
+    script, *words = sys.argv
+    given = " ".join(word for word in words if word not in ("--json", "--record"))
+    file = RESULTS / f"{Path(script).stem}.json"
+    stored = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    stored[f"{Path(script).name} {given}".strip()] = origin() | {"figures": figures}
+    file.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+
+
+def origin() -> dict[str, str]:
+    """The commit of the checkout, the date, and the processor."""
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS, text=True).strip()
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="ascii"), re.MULTILINE)
+    processor = f"{len(names)} cores, {names[0]}" if names else platform.machine()
+    return {"commit": commit, "date": time.strftime("%Y-%m-%d"), "processor": processor}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

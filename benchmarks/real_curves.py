@@ -192,10 +192,11 @@ def main() -> None:
     )
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument(
-        "--earlier", nargs="*", type=Path, default=[], help="results of this script, which count as well"
+        "--earlier", nargs="*", type=Path, default=[], help="recorded results, which count as well"
     )
     options = parser.parse_args()
-    runs = [run for file in options.earlier for run in json.loads(file.read_text(encoding="utf-8"))["runs"]]
+    stored = [json.loads(file.read_text(encoding="utf-8")) for file in options.earlier]
+    runs = [run for commands in stored for found in commands.values() for run in found["figures"]["runs"]]
     words = [CONFIG, *data_of(options), f"model.path={options.folder / 'warm'}", *ASKED]
     folder = Path(tempfile.mkdtemp(prefix="real-curves-"))
     try:

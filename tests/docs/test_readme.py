@@ -15,9 +15,16 @@ from tests.docs.documents import ROOT, prose, text_of
 
 README = "README.md"
 RESULTS = ROOT / "benchmarks/results"
-TIMES: dict[str, Any] = json.loads((RESULTS / "time_to_accuracy.json").read_text())["sums"]
-EFFICIENCY: dict[str, Any] = json.loads((RESULTS / "efficiency.json").read_text())
-REAL: list[dict[str, Any]] = json.loads((RESULTS / "real_curves.json").read_text())["runs"]
+
+
+def _stored(script: str) -> list[dict[str, Any]]:
+    """The figures of each recorded command of a script."""
+    return [found["figures"] for found in json.loads((RESULTS / f"{script}.json").read_text()).values()]
+
+
+TIMES: dict[str, Any] = _stored("time_to_accuracy")[0]
+EFFICIENCY: dict[str, Any] = {task["task"]: task for task in _stored("efficiency")}
+REAL: list[dict[str, Any]] = _stored("real_curves")[0]["runs"]
 ROW = re.compile(r"^.*\|.*$", re.MULTILINE)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 
@@ -106,7 +113,14 @@ def test_figures_of_runs_are_those_that_are_stored(said: str) -> None:
 
 
 def test_every_run_is_stored_with_its_origin() -> None:
-    assert {"command", "commit", "processor", "date"} <= TIMES.keys()
+    stored = {file.name: json.loads(file.read_text()) for file in RESULTS.glob("*.json")}
+    assert {
+        (file, command)
+        for file, commands in stored.items()
+        for command, found in commands.items()
+        if found.keys() != {"commit", "date", "processor", "figures"}
+        or command.split()[0].partition(".")[0] != file.partition(".")[0]
+    } == set()
     runs = map(json.loads, (RESULTS / "time_to_accuracy_sums.jsonl").read_text().splitlines())
     seeds = {(run["arm"], run["lr"], run["seed"]) for run in runs}
     assert {(name, arm["lr"], seed) for name, arm in TIMES["arms"].items() for seed in range(1, 6)} <= seeds
