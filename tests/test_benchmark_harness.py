@@ -23,11 +23,11 @@ def harness() -> Iterator[ModuleType]:
 def test_an_option_is_made_of_its_default(harness: ModuleType) -> None:
     parser = harness.arguments("", steps=6, keep=(0.5, "of the tokens"), tp=[1, 2], tiny=False, out=Path)
     assert vars(parser.parse_args([])) == {
-        "json": False, "steps": 6, "keep": 0.5, "tp": [1, 2], "tiny": False, "out": None,
+        "json": False, "record": False, "steps": 6, "keep": 0.5, "tp": [1, 2], "tiny": False, "out": None,
     }  # fmt: skip
     words = ["--json", "--steps", "2", "--keep", "0.25", "--tp", "4", "--tiny", "--out", "here"]
     assert vars(parser.parse_args(words)) == {
-        "json": True, "steps": 2, "keep": 0.25, "tp": [4], "tiny": True, "out": Path("here"),
+        "json": True, "record": False, "steps": 2, "keep": 0.25, "tp": [4], "tiny": True, "out": Path("here"),
     }  # fmt: skip
 
 
