@@ -11,7 +11,7 @@ import errno
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from megatron_dppo.errors import MistakesError, UserError, error_text, missing_e
 from megatron_dppo.evaluation.options import MODEL, add_eval_arguments, eval_settings, model_settings
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.streams import speak_plainly, tell
-from megatron_dppo.settings import as_yaml, load_config, load_whole, nearest
+from megatron_dppo.settings import as_yaml, load_whole, nearest
 
 COMMANDS = {
     "Train": {
@@ -200,7 +200,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     if chosen.command == "probe-batch" and chosen.model:
         words = [*words, *model_settings(chosen.model)]
     checked = chosen.command in ("train", "sft") and chosen.check is not None
-    config = _read(words, load_whole if checked else load_config)
+    config = _read(words)
     if chosen.print_config:
         print(as_yaml(config), end="")
         return 0
@@ -248,13 +248,13 @@ def _probe_batch(config: Config, words: Sequence[str], *, steps: int, as_json: b
     return run_again(["probe-batch", *words, f"--steps={steps}", *["--json"] * as_json], config, job)
 
 
-def _read(words: Sequence[str], load: Callable[[str | None, Sequence[str]], Config] = load_config) -> Config:
+def _read(words: Sequence[str]) -> Config:
     """CONFIG and overrides; CONFIG may be left out, and is the one word that is no ``a.b=c``."""
     files = [word for word in words if "=" not in word or _is_file(word)]
     if len(files) > 1:
         remedy = "Give one, and write overrides as section.setting=value"
         raise UserError("CONFIG", " ".join(files), "is more than one file", remedy)
-    return load(files[0] if files else None, [word for word in words if word not in files])
+    return load_whole(files[0] if files else None, [word for word in words if word not in files])
 
 
 def _is_file(word: str) -> bool:

@@ -56,13 +56,10 @@ def missing_extra(error: ModuleNotFoundError) -> str:
 def error_text(error: UserError | MistakesError) -> str:
     """An error's text for the user: the setting, the problem and the remedy, wrapped, without a final newline.
 
-    Lines of the error's own, as of a traceback or a list, are kept. Each of several errors is one line.
+    Lines of the error's own, as of a traceback or a list, are kept.
     """
     if isinstance(error, MistakesError):
-        if len(error.errors) > 1:
-            lines = (" ".join(str(each).split()) for each in error.errors)
-            return "\n  ".join([f"error: {len(error.errors)} mistakes were found", *lines])
-        (error,) = error.errors
+        return "\n".join(map(error_text, error.errors))
     value = f" = {error.value}" if str(error.value) else " is empty"
     parts = _under("problem", error.problem), _under("remedy", _capitalised(error.remedy))
     return _printable("\n".join([f"error: {error.setting}{value}", *parts]))

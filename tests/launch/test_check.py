@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -110,23 +111,18 @@ def test_functions_and_columns_that_do_not_fit_are_found_without_a_rank(
     assert problem in heard and said.out == ""
 
 
-def test_all_mistakes_are_found_at_once_in_a_line_each(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def _named(text: str) -> list[str]:
+    """What the errors of a text are about."""
+    return re.findall(r"^error: (\S+)(?: =| is empty)", text, re.MULTILINE)
+
+
+def test_all_mistakes_are_found_at_once(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words, "layout.tpp=2", "run.seed=often", "run.steps=0", "layout=2", "--check"]) == 2
-    assert [line.split(" = ")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "error: 4 mistakes were found",
-        "  layout.tpp",
-        "  layout",
-        "  run.seed",
-        "  run.steps",
-    ]
+    assert _named(capsys.readouterr().err) == ["layout.tpp", "layout", "run.seed", "run.steps"]
     apart = ["layout.tp=3", f"data.train={tmp_path}/d.jsonl", "reward.function=nowhere:score", "optimizer.min_lr=2"]
     clash = ["rollout.engine=vllm", "pack.max_tokens=16", "loss.objective=nowhere:objective"]
     assert cli.main([*words, *apart, *clash, "--check", "4"]) == 2
-    found = capsys.readouterr().err.splitlines()
-    assert [line.split(" = ")[0].strip() for line in found] == [
-        "error: 8 mistakes were found",
+    assert _named(capsys.readouterr().err) == [
         "optimizer.min_lr",
         "pack.max_tokens",
         "rollout.engine",
@@ -143,5 +139,4 @@ def test_what_stumbles_over_a_mistake_that_was_found_hides_none(
 ) -> None:
     clash = ["rollout.engine=sglang", "rollout.launch.count=1", "rollout.launch.env=[FOO]", "reward.function=nowhere:f"]
     assert cli.main([*words, *clash, "--check"]) == 2
-    found = capsys.readouterr().err.splitlines()
-    assert [line.split(" = ")[0].strip() for line in found[1:]] == ["rollout.launch.env", "reward.function"]
+    assert _named(capsys.readouterr().err) == ["rollout.launch.env", "reward.function"]
