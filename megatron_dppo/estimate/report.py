@@ -191,7 +191,7 @@ def _efficiency(made: Plan) -> Iterator[str]:
     factor, worth = (" to ".join(f"{x:.2f}" for x in sorted({*pair})) for pair in (made.variance, made.efficiency))
     whence = "measured on two toy tasks" if made.assumptions.variance is None else "assumed"
     yield f"Pruning multiplies the gradient's variance by {factor} ({whence}). So does an unpruned step of as many"
-    yield f"fewer prompts, and takes {worth} times as long as the pruned one."
+    yield f"fewer prompts, and takes {worth} times as long as the pruned one with this split of the GPUs."
 
 
 def _costs(made: Plan) -> Iterator[str]:

@@ -1,0 +1,275 @@
+"""Write the tables of the documentation that show measurements, from the figures stored in ``benchmarks/results``.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. ``bash scripts/figures.sh`` makes all of
+them, after running the named benchmarks again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+TABLE = re.compile(r"(?<=<!-- table: )(?P<name>\w+) -->\n.*?(?=<!-- end of table -->)", re.DOTALL)
+
+
+class Figure(NamedTuple):
+    """A row of a table: a figure of a recorded benchmark."""
+
+    name: str
+    command: str
+    """The benchmark and its options."""
+    value: str
+    """A format of the recorded figures."""
+    baseline: str = ""
+    """A format, as well."""
+
+
+MEASURED = (
+    Figure(
+        "squared error of the gradient at equal tokens, relative",
+        "estimator.py",
+        "{neyman_over_threshold:.2f}",
+        "the paper's rule",
+    ),
+    Figure(
+        "fill of packs, lengths as in DAPO",
+        "packing.py",
+        "{fill:.1%}",
+        "{packers[ffd][fill]:.1%}, first-fit decreasing",
+    ),
+    Figure(
+        "slowest rank over the mean",
+        "packing.py",
+        "{imbalance:.3f}",
+        "{packers[ffd][imbalance]:.3f}, first-fit decreasing",
+    ),
+    Figure(
+        "planning time of packs, times faster",
+        "packing.py",
+        "{kk_seconds_over_ours:.1f}",
+        "Karmarkar-Karp, whose packs are as full",
+    ),
+    Figure(
+        "unpruned step, answers of varied length, times faster",
+        "against_trl.py --steps 10",
+        "{varied[unpruned][seconds_ratio]:.2f}",
+        "TRL's GRPOTrainer",
+    ),
+    Figure(
+        "unpruned step, answers of equal length, times faster",
+        "against_trl.py --steps 10",
+        "{equal[unpruned][seconds_ratio]:.2f}",
+        "TRL's GRPOTrainer",
+    ),
+    Figure(
+        "peak memory of head and loss, 8,192 tokens × 151,936, MiB",
+        "policy_head.py --hidden 64",
+        "{peak_mib:.0f}",
+        "{naive_peak_mib:,.0f}, all logits at once",
+    ),
+    Figure(
+        "tokens per second of the local engine, times as many",
+        "local_rollout.py",
+        "{tokens_per_second_over_generate:.1f}",
+        "`generate` of transformers",
+    ),
+    Figure(
+        "Qwen3-1.7B in bf16 to Megatron's format, seconds",
+        "convert.py",
+        "{to_megatron_seconds:.1f}",
+        "{cp_of_the_model_seconds:.1f}, `cp -r`",
+    ),
+    Figure(
+        "… and back, seconds",
+        "convert.py",
+        "{to_hf_seconds:.1f}",
+        "{cp_of_the_checkpoint_seconds:.1f}, `cp -r`",
+    ),
+    Figure(
+        "weight stream, TP 2 × PP 2 to one consumer, relative time",
+        "weight_stream.py",
+        "{seconds_over_bare:.2f}",
+        "a bare gather and broadcast by gloo",
+    ),
+    Figure(
+        "weight stream, 64 experts of 30B-A3B's size, EP 2, relative time",
+        "weight_stream.py --experts 64",
+        "{seconds_over_bare:.2f}",
+        "a bare gather and broadcast by gloo",
+    ),
+    Figure(
+        "105 MB to SGLang at TP 1 and TP 2, relative time",
+        "weight_sync.py --tp 1 2",
+        "{collective[seconds_over_bare]:.2f}",
+        "a bare broadcast by gloo to idle processes",
+    ),
+    Figure(
+        "wrong answers taken for right, of 20,000 changed labels",
+        "verdicts.py",
+        "{ours[false_positives]}",
+        "{math_verify[false_positives]:,}, math-verify",
+    ),
+    Figure(
+        "right answers refused, of 5,000 in other spellings",
+        "verdicts.py",
+        "{ours[false_negatives]}",
+        "{math_verify[false_negatives]}, math-verify",
+    ),
+    Figure(
+        "milliseconds per verdict",
+        "verdicts.py",
+        "{ours[milliseconds]:.2f}",
+        "{math_verify[milliseconds]:.1f}, math-verify",
+    ),
+)
+
+EARLIER = (
+    Figure(
+        "a prompt of 2,000 tokens with 8 responses of 1,000, times faster",
+        "prefixes.py",
+        "{times_faster}",
+        "packs that repeat the prompt",
+    ),
+    Figure(
+        "the same without a shared prompt, relative time",
+        "prefixes.py",
+        "{relative_time_without_prefix}",
+        "packs that repeat the prompt",
+    ),
+    Figure(
+        "guesses of 4 tokens, 8 rows, times faster", "local_rollout.py --policy", "{times_faster[rows_8]}", "no guesses"
+    ),
+    Figure("… 128 rows, times faster", "local_rollout.py --policy", "{times_faster[rows_128]}", "no guesses"),
+    Figure(
+        "a step on 1,000,000 rows at TP 2, first time, seconds",
+        "loading.py",
+        "{seconds[first]}",
+        "{seconds[rows_64]}, on 64 rows",
+    ),
+    Figure("… again, seconds", "loading.py", "{seconds[again]}", "{seconds[rows_64]}, on 64 rows"),
+    Figure(
+        "adapters of rank 16, memory of training state, relative", "lora.py", "{relative_memory}", "all weights trained"
+    ),
+    Figure("adapters of rank 16, time of an update, relative", "lora.py", "{relative_time}", "all weights trained"),
+    Figure("adapters merged in bf16, fraction of the update lost to rounding", "lora.py", "{lost_to_rounding}"),
+)
+PAGES = {
+    "efficiency.py": "pruning_measured.md#beside-a-smaller-batch",
+    "time_to_accuracy.py": "pruning_measured.md#time-to-an-accuracy",
+    "group_size.py": "pruning_measured.md#group-size",
+    "real_curves.py": "runs.md#a-real-language-model",
+}
+"""Where the figures of other scripts stand."""
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """The figures and the origin of each recorded command."""
+    return {
+        command: found
+        for file in sorted(RESULTS.glob("*.json"))
+        for command, found in json.loads(file.read_text(encoding="utf-8")).items()
+    }
+
+
+def rows(figures: Iterable[Figure]) -> Iterator[str]:
+    results = stored()
+    yield "| figure | value | baseline | command | commit and date |"
+    yield "|---|---|---|---|---|"
+    for row in figures:
+        found = results[row.command]
+        value, baseline = (text.format(**found["figures"]) for text in (row.value, row.baseline))
+        yield f"| {row.name} | {value} | {baseline} | `{row.command}` | `{found['commit']}`, {found['date']} |"
+
+
+def elsewhere() -> Iterator[str]:
+    """The recorded commands whose figures stand on other pages."""
+    yield "| command | page | commit and date |"
+    yield "|---|---|---|"
+    for command, found in stored().items():
+        if page := PAGES.get(command.split()[0]):
+            name = page.partition(".")[0].replace("_", " ")
+            yield f"| `{command}` | [{name}]({page}) | `{found['commit']}`, {found['date']} |"
+
+
+def efficiency(command: str) -> Iterator[str]:
+    """E of each way to prune at each stage of a task's training."""
+    stages = stored()[command]["figures"]["stages"]
+    yield _row("arm", (stage["stage"] for stage in stages))
+    yield "|---" * (len(stages) + 1) + "|"
+    yield _row("answers right", (f"{stage['accuracy']:.0%}" for stage in stages))
+    yield _row("groups of unequal rewards", (f"{stage['mixed_groups']:.0%}" for stage in stages))
+    for name in stages[0]["arms"]:
+        if name != "unpruned":
+            yield _row(_in_words(name), (_with_reach(stage["arms"][name]) for stage in stages))
+    yield _row("best draw found", (_with_reach(stage["bound"]) for stage in stages))
+
+
+def _row(name: str, cells: Iterable[str]) -> str:
+    return f"| {' | '.join([name, *cells])} |"
+
+
+def _in_words(arm: str) -> str:
+    """``0.7 / auto, the default``: prompts 0.7, tokens auto, the default."""
+    name = re.sub(r"^(\S+) / (\S+?),", r"prompts \1, tokens \2,", arm).replace("completions", "tokens")
+    return f"**{name}**" if "default" in arm else name
+
+
+def _with_reach(found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return f"{found['efficiency']:.2f} ± {(high - low) / 2:.2f}"
+
+
+def times() -> Iterator[str]:
+    """Seconds to an accuracy, the fastest arm first."""
+    (found,) = (each["figures"] for name, each in stored().items() if name.startswith("time_to_accuracy.py --jobs"))
+    yield f"| arm | learning rate | to {found['accuracy']:.0%} [s] | times faster than {found['control']} |"
+    yield "|---|---|---|---|"
+    for name, arm in sorted(found["arms"].items(), key=lambda each: each[1]["seconds"]):
+        low, high = arm["time_ratio"]["interval"]
+        ratio = f"{arm['time_ratio']['ratio']:.2f} [{low:.2f}, {high:.2f}]" if low < high else "1"
+        yield f"| {name} | {arm['lr']:g} | {arm['seconds']:.1f} | {ratio} |"
+
+
+TABLES: dict[str, Callable[[], Iterable[str]]] = {
+    "measured": partial(rows, MEASURED),
+    "earlier": partial(rows, EARLIER),
+    "elsewhere": elsewhere,
+    "efficiency_sums": partial(efficiency, "efficiency.py"),
+    "efficiency_word_problems": partial(efficiency, "efficiency.py --task word_problems --prompts 48"),
+    "times": times,
+}
+
+
+def with_tables(text: str) -> str:
+    """A page with each of its tables made anew."""
+    return TABLE.sub(lambda found: "\n".join([f"{found['name']} -->", *TABLES[found["name"]](), ""]), text)
+
+
+def pages() -> dict[Path, str]:
+    """The pages that have tables of measurements."""
+    texts = {file: file.read_text(encoding="utf-8") for file in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]}
+    return {file: text for file, text in texts.items() if TABLE.search(text)}
+
+
+def measure(script: str) -> None:
+    """Run all recorded commands of a benchmark again, and record their figures."""
+    for command in stored():
+        name, *options = command.split()
+        if name == f"{script}.py":
+            words = [sys.executable, f"benchmarks/{name}", *options, "--json", "--record"]
+            subprocess.run(words, cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        measure(each)
+    for file, text in pages().items():
+        file.write_text(with_tables(text), encoding="utf-8")
