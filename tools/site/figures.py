@@ -212,6 +212,15 @@ def efficiency(command: str) -> Iterator[str]:
     yield _row("best draw found", (_with_reach(stage["bound"]) for stage in stages))
 
 
+def group_size() -> Iterator[str]:
+    """Relative noise × seconds of groups of 8 over that of groups of other sizes."""
+    stages = stored()["group_size.py"]["figures"]["stages"]
+    yield _row("completions per prompt", (f"{each}, {stage['stage']}" for stage in stages for each in stage["arms"]))
+    yield "|---" * (1 + sum(len(stage["arms"]) for stage in stages)) + "|"
+    for size in stages[0]["arms"]["unpruned"]:
+        yield _row(size, (_with_reach(arm[size]) for stage in stages for arm in stage["arms"].values()))
+
+
 def _row(name: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join([name, *cells])} |"
 
@@ -244,6 +253,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "elsewhere": elsewhere,
     "efficiency_sums": partial(efficiency, "efficiency.py"),
     "efficiency_word_problems": partial(efficiency, "efficiency.py --task word_problems --prompts 48"),
+    "group_size": group_size,
     "times": times,
 }
 
