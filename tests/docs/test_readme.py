@@ -54,7 +54,7 @@ def _said_of_times() -> list[str]:
     low, high = found["interval"]
     difference = f"{found['difference']:.3f} ± {(high - low) / 2:.3f}".replace("-", "−")
     return [
-        f"a whole run {TIMES['equal_noise_run_ratio']['ratio']:.2f} times faster",
+        f"a whole toy run is {TIMES['equal_noise_run_ratio']['ratio']:.2f} times faster",
         f"differs by {difference} ({found['seeds']} seeds)",
     ]
 
