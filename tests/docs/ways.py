@@ -135,6 +135,7 @@ WAYS = (
     Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),
     Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
     Way(r"docker .*|git clone .*|cp -r data/qwen/.*|python3\.12 -m venv .*", "nowhere"),
+    Way(r"python -m sglang\.launch_server .*", "nowhere"),
     Way(r"bash scripts/figures\.sh .*", "nowhere"),
     Way(r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*", "nowhere"),
     Way(r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*", "nowhere"),
