@@ -34,11 +34,11 @@ show_pip() { # LOG: takes down what pip says, and shows what it is at with the s
 extras=$1
 venv=${VENV:-.venv}
 python=${PYTHON:-}
-for candidate in python3.11 python3.12 python3; do
-    [ -n "$python" ] || ! "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null ||
+for candidate in python3.11 python3.12 python3.13 python3; do
+    [ -n "$python" ] || ! "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null ||
         python=$candidate
 done
-[ -n "$python" ] || { echo "Python 3.11 or 3.12 is needed: install one, or name it in PYTHON" >&2; exit 2; }
+[ -n "$python" ] || { echo "Python 3.11, 3.12 or 3.13 is needed: install one, or name it in PYTHON" >&2; exit 2; }
 
 state=$(sha256sum pyproject.toml setup.py | sha256sum | cut -c1-16)
 stamp="$venv/installed-$extras-$state"
