@@ -161,6 +161,7 @@ EARLIER = (
     Figure("adapters of rank 16, time of an update, relative", "lora.py", "{relative_time}", "all weights trained"),
     Figure("adapters merged in bf16, fraction of the update lost to rounding", "lora.py", "{lost_to_rounding}"),
 )
+SMOLLM2 = "efficiency.py --task smollm2_steps --prompts 32 --windows 6 --draws 40 --further 1 --steps 24"
 PAGES = {
     "efficiency.py": "pruning_measured.md#beside-a-smaller-batch",
     "time_to_accuracy.py": "pruning_measured.md#time-to-an-accuracy",
@@ -252,6 +253,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "earlier": partial(rows, EARLIER),
     "elsewhere": elsewhere,
     "efficiency_sums": partial(efficiency, "efficiency.py"),
+    "efficiency_smollm2_steps": partial(efficiency, SMOLLM2),
     "efficiency_word_problems": partial(efficiency, "efficiency.py --task word_problems --prompts 48"),
     "group_size": group_size,
     "times": times,
