@@ -2,9 +2,10 @@
 
     python benchmarks/words.py [--pages] [--json]
 
-``words`` counts all words of the pages but fenced blocks, without README, CHANGELOG and pages made from the code. A
-sentence ends with a period, a question mark, an exclamation mark or a colon, or with its list item or paragraph. Code
-spans and links count as the words that they show. ``--pages`` prints the words of each page.
+``words`` counts all words of the pages but fenced blocks, without README, CHANGELOG, pages made from the code and
+tables made from stored figures. A sentence ends with a period, a question mark, an exclamation mark or a colon, or with
+its list item or paragraph. Code spans and links count as the words that they show. ``--pages`` prints the words of each
+page.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MADE = {"settings.md", "command_line.md"}
 """Pages made from the code."""
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"<!-- table: .*?<!-- end of table -->", re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 RULE = re.compile(r"[-| :]+")
 LONG, TOO_LONG, LONG_CELL = 25, 35, 25
@@ -26,8 +28,8 @@ BEGINS_BADLY = re.compile(r"\W*(Of\b|What\b(?=.*\b(is|are|was|were)\b))")
 
 
 def plain(page: Path) -> str:
-    """The text as a reader sees it, without fenced blocks, comments and front matter."""
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    """The text as a reader sees it, without fenced blocks, comments and tables made from stored figures."""
+    text = FENCE.sub("", TABLE.sub("", page.read_text(encoding="utf-8")))
     return LINK.sub(r"\1", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
 
 
