@@ -108,7 +108,7 @@ MEASURED = (
     Figure(
         "105 MB to SGLang at TP 1 and TP 2, relative time",
         "weight_sync.py --tp 1 2",
-        "{collective[seconds_over_bare]:.2f}",
+        "{collective[transfer_over_bare]:.2f}",
         "a bare broadcast by gloo to idle processes",
     ),
     Figure(
