@@ -191,9 +191,7 @@ def main() -> None:
         picture=(Path, "where to draw the curves"),
     )
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS), metavar="ARM")
-    parser.add_argument(
-        "--earlier", nargs="*", type=Path, default=[], help="recorded results, which count as well"
-    )
+    parser.add_argument("--earlier", nargs="*", type=Path, default=[], help="recorded results, which count as well")
     options = parser.parse_args()
     stored = [json.loads(file.read_text(encoding="utf-8")) for file in options.earlier]
     runs = [run for commands in stored for found in commands.values() for run in found["figures"]["runs"]]
