@@ -60,11 +60,11 @@ SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "origi
 """With a base of 100 and heads of 12, of six frequencies one is kept, one is interpolated, and four are divided."""
 
 
-def write_family(path: Path, architecture: str, **changes: object) -> Path:
+def write_family(path: Path, architecture: str, *, experts: int = 4, **changes: object) -> Path:
     """A policy that ``init`` makes, then with norms and biases that are neither one nor zero, with scaled rotary
     positions if the family has Llama 3's, and with changes of its config.json: ``...`` leaves a setting out."""
     family = FAMILIES[architecture]
-    experts = 4 if "experts" in family.keys else 0
+    experts = experts if "experts" in family.keys else 0
     head_dim = 16 if "rotary_fraction" in family.keys else 12
     write_model(path, family=family.model_type.removesuffix("_text"), experts=experts, vocab_size=131, hidden=48,
                 layers=4, heads=4, kv_heads=2, head_dim=head_dim, ffn=80, tie=False, std=0.15)  # fmt: skip

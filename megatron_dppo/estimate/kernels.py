@@ -9,7 +9,7 @@ pairs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -147,6 +147,10 @@ def stage_passes(setup: Setup) -> list[Passes]:
     """Passes of the mean pack through each pipeline stage, its messages to other stages included."""
     layout, pack = setup.placement.layout, mean_pack(setup)
     attention, feed_forward = _attention(setup, pack), (_experts if setup.shape.experts else _dense)(setup, pack)
+    if setup.shape.shared_ffn:  # its gate and the sum take what a dense layer's norm and residual do
+        of_all = replace(setup, shape=replace(setup.shape, ffn=setup.shape.shared_ffn))
+        forward, backward = (together(*each) for each in zip(feed_forward, _dense(of_all, pack), strict=True))
+        feed_forward = forward, backward
     if setup.shape.hybrid:
         share, pairs = 1 / setup.shape.attention_interval, zip(attention, _delta_net(setup, pack), strict=True)
         forward, backward = (together(one.times(share), other.times(1 - share)) for one, other in pairs)

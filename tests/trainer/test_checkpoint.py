@@ -76,12 +76,13 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 @pytest.fixture(scope="module")
 def deep_policies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool | str, Path]:
-    """Untied and tied, which TP 4 and PP 4 divide, one with experts, and one with gated delta networks."""
+    """Untied and tied, which TP 4 and PP 4 divide, one with experts, one with gated delta networks, one with both."""
     folder = tmp_path_factory.mktemp("deep-policies")
     write_qwen3_moe(folder / "experts", Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=4)
     dense = {tied: write_policy(folder / f"tied-{tied}", tied=tied, kv_heads=4) for tied in (False, True)}
     hybrid = write_family(folder / "hybrid", "Qwen3_5ForCausalLM")
-    return {**dense, "experts": folder / "experts", "hybrid": hybrid}
+    mixture = write_family(folder / "mixture", "Qwen3_5MoeForCausalLM")
+    return {**dense, "experts": folder / "experts", "hybrid": hybrid, "mixture": mixture}
 
 
 SAME = {
@@ -100,6 +101,7 @@ SAME = {
         {"fmt": "dp_reshardable"},
     ),
     "tp2 bf16 hybrid": (LayoutConfig(tp=2, dp=1, sequence_parallel=True), {"dtype": "bf16"}),
+    "ep2 tp2 bf16 mixture": (LayoutConfig(ep=2, tp=2, etp=1, dp=1, sequence_parallel=True), {"dtype": "bf16"}),
 }
 
 
@@ -108,7 +110,7 @@ def test_resumed_updates_are_those_of_an_undisturbed_run(
     name: str, policies: dict[bool, Path], deep_policies: dict[bool | str, Path], ranks: RankPool, tmp_path: Path
 ) -> None:
     layout, settings = SAME[name]
-    kind = next((kind for kind in ("experts", "hybrid") if kind in name), None)
+    kind = next((kind for kind in ("experts", "hybrid", "mixture") if kind in name), None)
     policy = deep_policies[kind] if kind else policies["tied" in name]
     if not trains(policy):
         pytest.skip("this Megatron-Core cannot train it")
@@ -141,6 +143,7 @@ CHANGED = {
     "to virtual stages, plain optimizer": (CP2, (PP2_VPP2,), False, {"distributed": False}),
     "from virtual stages": (PP2_VPP2, (LayoutConfig(dp=1), TP2_PP2), True, {}),
     "hybrid": (TP2, (LayoutConfig(dp=1), CP2, PP2_VPP2), "hybrid", {}),
+    "mixture": (EP2_TP2, (LayoutConfig(dp=1), TP2, PP2_VPP2), "mixture", {}),
     "from experts": (EP2, (TP2, PP2_VPP2, EP2_TP2), "experts", {}),
     "to experts": (LayoutConfig(dp=1), (EP2_TP2, EP2_PP2_VPP2), "experts", {}),
     "to other experts, plain optimizer": (EP2, (EP2_TP2, EP2_PP2_VPP2), "experts", {"distributed": False}),
