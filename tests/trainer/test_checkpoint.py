@@ -34,10 +34,11 @@ def configure(
     dtype: str = "fp32",
     fmt: str = "fully_reshardable",
     offload: bool = False,
+    lr: float = 1e-2,
 ) -> Config:
     """With an ``eps`` of about the size of the gradients, so that every part of Adam's state moves the weights."""
     config = config_for(policy, layout, LossConfig(), 128, distributed)
-    adam = replace(config.optimizer, lr=1e-2, eps=1e-2, clip_grad=1.0, weight_decay=0.1)
+    adam = replace(config.optimizer, lr=lr, eps=1e-2, clip_grad=1.0, weight_decay=0.1)
     adam = replace(adam, checkpoint_format=fmt, offload=offload)
     return replace(
         config, run=replace(config.run, dir=str(run)), model=replace(config.model, dtype=dtype), optimizer=adam
@@ -143,7 +144,8 @@ CHANGED = {
     "to virtual stages, plain optimizer": (CP2, (PP2_VPP2,), False, {"distributed": False}),
     "from virtual stages": (PP2_VPP2, (LayoutConfig(dp=1), TP2_PP2), True, {}),
     "hybrid": (TP2, (LayoutConfig(dp=1), CP2, PP2_VPP2), "hybrid", {}),
-    "mixture": (EP2_TP2, (LayoutConfig(dp=1), TP2, PP2_VPP2), "mixture", {}),
+    # At the others' rate rounding grows to 1e-3 of the gradient's norm in four updates of any two layouts.
+    "mixture": (EP2_TP2, (LayoutConfig(dp=1), TP2, PP2_VPP2), "mixture", {"lr": 1e-3}),
     "from experts": (EP2, (TP2, PP2_VPP2, EP2_TP2), "experts", {}),
     "to experts": (LayoutConfig(dp=1), (EP2_TP2, EP2_PP2_VPP2), "experts", {}),
     "to other experts, plain optimizer": (EP2, (EP2_TP2, EP2_PP2_VPP2), "experts", {"distributed": False}),
