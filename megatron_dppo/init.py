@@ -90,6 +90,8 @@ def write_model(
         interval, narrow = min(4, layers), head_dim // 2
         size = replace(size, attention_interval=interval, rotary_fraction=0.25, delta_keys=heads, delta_taps=4)
         size = replace(size, delta_values=2 * heads, delta_key_dim=narrow, delta_value_dim=narrow)
+    if "shared_ffn" in size.family.keys:
+        size = replace(size, shared_ffn=ffn)
     if shape:
         size = _published(shape)
     _check(size, std)

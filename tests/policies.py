@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5Config, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
@@ -60,11 +60,11 @@ SCALED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0, "origi
 """With a base of 100 and heads of 12, of six frequencies one is kept, one is interpolated, and four are divided."""
 
 
-def write_family(path: Path, architecture: str, **changes: object) -> Path:
+def write_family(path: Path, architecture: str, *, experts: int = 4, **changes: object) -> Path:
     """A policy that ``init`` makes, then with norms and biases that are neither one nor zero, with scaled rotary
     positions if the family has Llama 3's, and with changes of its config.json: ``...`` leaves a setting out."""
     family = FAMILIES[architecture]
-    experts = 4 if "experts" in family.keys else 0
+    experts = experts if "experts" in family.keys else 0
     head_dim = 16 if "rotary_fraction" in family.keys else 12
     write_model(path, family=family.model_type.removesuffix("_text"), experts=experts, vocab_size=131, hidden=48,
                 layers=4, heads=4, kv_heads=2, head_dim=head_dim, ffn=80, tie=False, std=0.15)  # fmt: skip
@@ -73,18 +73,28 @@ def write_family(path: Path, architecture: str, **changes: object) -> Path:
     for tensor in tensors.values():
         if tensor.ndim == 1:
             tensor += torch.rand(tensor.shape, generator=generator) - 0.5
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
+    if "shared_ffn" in family.keys:
+        config |= _narrow_shared_experts(tensors)
     if any(scaling.rope_type == "llama3" for scaling in family.rope_scalings):
         config |= {"rope_theta": 100.0, "rope_scaling": {"rope_type": "llama3", **SCALED}}
     if "rotary_fraction" in family.keys:
         # The first token of a segment has (q k) v behind the delta rule, of which a norm without this leaves the sign.
         config |= {"rms_norm_eps": 1e-3}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     written = {name: value for name, value in (config | changes).items() if value is not ...}
     (path / "config.json").write_text(json.dumps(written))
     if family.text_config:
         _add_vision(path, written)
     return path
+
+
+def _narrow_shared_experts(tensors: dict[str, torch.Tensor], width: int = 24) -> dict[str, object]:
+    """Make them another width than the other experts have. Returns what config.json then says."""
+    for name, tensor in tensors.items():
+        if "shared_expert." in name:
+            tensors[name] = (tensor[:, :width] if "down_proj" in name else tensor[:width]).contiguous()
+    return {"shared_expert_intermediate_size": width}
 
 
 VISION = {
@@ -99,8 +109,9 @@ VISION = {
 
 def _add_vision(path: Path, text: dict[str, object]) -> None:
     """Make the text model of a directory a part of one with a vision tower and a head for further tokens, in bf16."""
-    whole = Qwen3_5Config(text_config=text, vision_config={**VISION, "num_position_embeddings": 16}).to_dict()
-    whole |= {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+    kind = Qwen3_5MoeConfig if "num_experts" in text else Qwen3_5Config
+    whole = kind(text_config=text, vision_config={**VISION, "num_position_embeddings": 16}).to_dict()
+    whole |= {"architectures": [str(text["architectures"][0]).replace("CausalLM", "ConditionalGeneration")]}
     whole["text_config"] = {name: value for name, value in text.items() if name != "architectures"}
     (path / "config.json").write_text(json.dumps(whole))
     (path / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')

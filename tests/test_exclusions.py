@@ -19,6 +19,7 @@ from megatron_dppo.trainer.preflight import check_config, found_by
 DENSE = PolicyShape(2, 64, 8, 4, 32, 128, 64, True, 1e6, 1e-6, 1536)
 POLICY = {
     "policy.experts": replace(DENSE, experts=4, experts_per_token=2),
+    "policy.shared_ffn": replace(DENSE, experts=4, experts_per_token=2, shared_ffn=64),
     "policy.hybrid": replace(DENSE, architecture="Qwen3_5ForCausalLM", attention_interval=2, delta_keys=8),
 }
 """Policies by the condition that they meet. ``DENSE`` has as many positions as the default settings take."""

@@ -28,7 +28,7 @@ from megatron_dppo.models.shape import read_shape
 from megatron_dppo.rollout.engine import generate
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.train import train
-from tests.bridge.conversions import same, to_hf, to_megatron, weights
+from tests.bridge.conversions import policy_tensors, same, to_hf, to_megatron, weights
 from tests.models.test_logits import assert_equal_in_every_layout, assert_gradients_equal
 from tests.policies import trains, write_family
 from tests.ranks import RankPool
@@ -52,7 +52,8 @@ def test_a_family_is_transformers_and_converts_generates_trains_and_is_exported(
     if not trains(policy):
         pytest.skip("this Megatron-Core cannot train it")
     assert_equal_in_every_layout(ranks, policy)
-    most = 5e-5 if read_shape(policy).hybrid else 2e-5  # a decay's gradient is a sum of large terms
+    # A decay's gradient is a sum of large terms: transformers' own in fp32 is 7e-5 from that in fp64.
+    most = 1e-4 if read_shape(policy).hybrid else 2e-5
     assert_gradients_equal(ranks, policy, tmp_path / "gradients", most=most)
     assert to_megatron(policy, tmp_path / "megatron", "--verify") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify") == 0
@@ -64,9 +65,7 @@ def test_a_family_is_transformers_and_converts_generates_trains_and_is_exported(
 def assert_generates(policy: Path) -> None:
     """The local engine, from the tensors of the files, of which it misses none in silence."""
     engine = LocalEngine(policy, device=torch.device("cpu"), dtype=torch.float32, max_batch=64)
-    stored = weights(policy)
-    carried = read_shape(policy).family.carried
-    stored = {name: tensor for name, tensor in stored.items() if not name.startswith(carried)}
+    stored = policy_tensors(policy)
     for name in stored:
         with pytest.raises(ValueError, match=f"model: {name} is missing.$"):
             engine.update_weights(source_of({each: stored[each] for each in stored if each != name}), version=1)

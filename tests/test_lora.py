@@ -94,6 +94,7 @@ LAYOUTS = {
     },
     "SmolLM2": {"one": ONE, **THREE},
     "Qwen3.5": {"one": ONE, "tp2 sp": SP(dp=1), "cp2": LayoutConfig(cp=2, dp=1)},
+    "Qwen3.5-MoE": {"one": ONE, "tp2 sp": SP(dp=1), "ep2 tp2 etp1": SP(ep=2, etp=1, dp=1)},
 }
 ALL, SOME = LORA.targets, ("q_proj", "v_proj", "up_proj")
 
@@ -106,7 +107,7 @@ def test_an_update_of_adapters_depends_on_no_layout(family: str, ranks: RankPool
         write_qwen3_moe(tmp_path, Sizes(vocab_size=VOCAB), experts=4)
     elif family == "SmolLM2":
         write_llama(tmp_path, SMOLLM2)
-    elif not trains(write_family(tmp_path, "Qwen3_5ForCausalLM")):
+    elif not trains(write_family(tmp_path, f"Qwen3_5{'Moe' * ('MoE' in family)}ForCausalLM")):
         pytest.skip("this Megatron-Core cannot train it")
     layouts = LAYOUTS[family]
     configs = {name: with_lora(config_for(tmp_path, of, GRPO, 64, True)) for name, of in layouts.items()}

@@ -152,9 +152,14 @@ MATRIX: dict[str, tuple[Callable[[Path], object], LossConfig, Sequence[str]]] = 
         GRPO,
         ("tp2", "tp2 sp", "cp2", "cp2 tp2 sp", "pp2 uneven", "tp2 sp pp2 vpp2"),
     ),
+    "Qwen3.5-MoE, grpo": (
+        partial(write_family, architecture="Qwen3_5MoeForCausalLM"),
+        GRPO,
+        ("tp2 sp", "cp2 tp2 sp", "pp2 uneven", "tp2 sp pp2 vpp2", "ep2 dp2", "ep2 cp2", "tp2 sp etp1", "ep2 pp2"),
+    ),
 }
 """Family and loss: who writes the policy, and the layouts that it is trained in."""
-APART = ("Qwen3 tied, dapo", "Qwen3.5, grpo")
+APART = ("Qwen3 tied, dapo", "Qwen3.5, grpo", "Qwen3.5-MoE, grpo")
 """Rows whose packs share no prefixes. All others do, and are compared with a reference that does not."""
 
 

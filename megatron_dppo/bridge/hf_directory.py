@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.bridge.chunks import write_at
-from megatron_dppo.bridge.mapping import Entry, adapter_entries, exact_tensors, expected_tensors
+from megatron_dppo.bridge.mapping import Entry, adapter_entries, exact_tensors, file_tensors, fused_shape
 from megatron_dppo.bridge.safetensors_files import (
     CARRIED,
     INDEX,
@@ -58,6 +58,8 @@ class FilePlan:
     """The tensors of each file, in order."""
     exact: frozenset[str] = frozenset()
     """Tensors that are fp32 whatever the type of others."""
+    fused: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Name and shape of the tensor in the file, for tensors that lie there as parts of one, next to each other."""
 
     def dtype_of(self, tensor: str) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32) if tensor in self.exact else self.dtype
@@ -71,11 +73,20 @@ class FilePlan:
 
     def header(self, file: str) -> tuple[bytes, dict[str, int]]:
         """A file's first bytes, up to the data, and where in the file each tensor begins."""
-        kinds = {name: (SAFETENSORS[self.dtype_of(name)], self.tensors[name]) for name in self.files[file]}
-        return _header({name: (*kind, self.bytes_of(name)) for name, kind in kinds.items()})
+        entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        starts: dict[str, tuple[str, int]] = {}
+        for name in self.files[file]:
+            stored, size = self.fused.get(name, (name, self.tensors[name]))
+            before = entries[stored][2] if stored in entries else 0
+            entries[stored] = (SAFETENSORS[self.dtype_of(name)], size, before + self.bytes_of(name))
+            starts[name] = stored, before
+        head, in_file = _header(entries)
+        return head, {name: in_file[stored] + before for name, (stored, before) in starts.items()}
 
     def index(self, carried: Mapping[str, StoredTensor]) -> str:
-        files = {name: file for file, names in self.files.items() for name in names} | dict.fromkeys(carried, CARRIED)
+        stored = {name: each for name, (each, _) in self.fused.items()}
+        files = {stored.get(name, name): file for file, names in self.files.items() for name in names}
+        files |= dict.fromkeys(carried, CARRIED)
         total = self.total_bytes + sum(tensor.length for tensor in carried.values())
         return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n"
 
@@ -96,20 +107,21 @@ def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[by
 
 def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES) -> FilePlan:
     """Tensors in the order of the forward pass, as many to a file as fit."""
-    tensors = expected_tensors(shape)
+    stored = file_tensors(shape)
+    tensors = {name: size for parts in stored.values() for name, size in parts.items()}
+    wholes = {each: fused_shape(parts, shape) for each, parts in stored.items() if each not in parts}
+    fused = {name: (each, whole) for each, whole in wholes.items() for name in stored[each]}
     files: list[list[str]] = []
     room = 0
-    for name, size in tensors.items():
-        length = prod(size) * dtype.itemsize
+    for parts in stored.values():
+        length = sum(map(prod, parts.values())) * dtype.itemsize
         if not files or length > room:
             files.append([])
             room = max_shard_bytes
-        files[-1].append(name)
+        files[-1] += parts
         room -= length
-    if len(files) == 1:
-        return FilePlan(dtype, tensors, {SINGLE: files[0]}, exact_tensors(shape))
     named = {f"model-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
-    return FilePlan(dtype, tensors, named, exact_tensors(shape))
+    return FilePlan(dtype, tensors, named if len(files) > 1 else {SINGLE: files[0]}, exact_tensors(shape), fused)
 
 
 def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan:

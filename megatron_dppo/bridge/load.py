@@ -11,7 +11,6 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.bridge.checkpoint_folder import (
@@ -152,23 +150,21 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
         UserError: naming ``model.path``, if the files are not the weights of such a policy.
     """
     stored = check_weights(path, chunks[0].shape)
-    with ExitStack() as stack:
-        files = {tensor.file for tensor in stored.values()}
-        opened = {file: stack.enter_context(safe_open(file, framework="pt", device="cpu")) for file in files}
-        tensors = {name: opened[tensor.file].get_slice(name) for name, tensor in stored.items()}
 
-        def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
-            return tensors[name][start:stop] if axis == 0 else tensors[name][:, start:stop]
+    def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
+        values = stored[name].values()
+        part = torch.from_numpy((values[start:stop] if axis == 0 else values[:, start:stop]).copy())
+        return part.view(torch.bfloat16) if stored[name].dtype == "BF16" else part
 
-        bound = bind(chunks, world)
-        for entry, parameter in bound.items():
-            moved()
-            fill_parameter(entry, parameter, read, part_of(entry, world), entry.parts(world.layout))
-        finite = torch.stack([torch.isfinite(parameter).all() for parameter in bound.values()]).tolist()  # waits once
-        if not all(finite):
-            entry = next(entry for entry, good in zip(bound, finite, strict=True) if not good)
-            problem = f"{entry.key} holds values that are not finite"
-            raise UserError("model.path", path, problem, "fetch the model again")
+    bound = bind(chunks, world)
+    for entry, parameter in bound.items():
+        moved()
+        fill_parameter(entry, parameter, read, part_of(entry, world), entry.parts(world.layout))
+    finite = torch.stack([torch.isfinite(parameter).all() for parameter in bound.values()]).tolist()  # waits once
+    if not all(finite):
+        entry = next(entry for entry, good in zip(bound, finite, strict=True) if not good)
+        problem = f"{entry.key} holds values that are not finite"
+        raise UserError("model.path", path, problem, "fetch the model again")
 
 
 def load_checkpoint(chunks: Sequence[PolicyModel], folder: Path, world: World) -> None:

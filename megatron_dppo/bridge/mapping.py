@@ -14,7 +14,15 @@ from itertools import chain
 from math import prod
 
 from megatron_dppo.config import LayoutConfig, LoraConfig
-from megatron_dppo.models.family import COLUMN, DIMENSIONS, REPLICATED, ROW, VOCABULARY, ParameterMapping, Split
+from megatron_dppo.models.family import (
+    COLUMN,
+    REPLICATED,
+    ROW,
+    VOCABULARY,
+    ParameterMapping,
+    Split,
+    tensor_dimensions,
+)
 from megatron_dppo.models.shape import PolicyShape, padded_vocab
 
 EMBEDDING = ParameterMapping(VOCABULARY, ("embedding.word_embeddings.weight",), ("model.{body}embed_tokens.weight",))
@@ -84,6 +92,11 @@ class Entry:
         """Shapes of the Hugging Face tensors, by name."""
         rank = self.mapping.lora_rank
         return {name: _tensor_shape(self.shape, name, rank) for name in map(self._numbered, self.mapping.tensors)}
+
+    @property
+    def fused(self) -> str:
+        """The one tensor of files in which its tensors lie with those of all other experts; empty: none."""
+        return self._numbered(self.mapping.fused)
 
     @property
     def elements(self) -> int:
@@ -271,6 +284,22 @@ def expected_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
     return {name: size for entry in entries(shape) for name, size in entry.tensors.items()}
 
 
+def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Tensors of files, in the order of the forward pass: name and shape of each of the policy's that lie in one, one
+    after another. These are several if a file has the experts of a layer in one tensor."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for entry in entries(shape):
+        for name, size in entry.tensors.items():
+            found.setdefault(entry.fused or name, {})[name] = size
+    return found
+
+
+def fused_shape(parts: Mapping[str, tuple[int, ...]], shape: PolicyShape) -> tuple[int, ...]:
+    """[experts, rows of an expert's tensors, columns], for the tensor of a file that has these parts."""
+    sizes = list(parts.values())
+    return (shape.experts, sum(size[0] for size in sizes) // shape.experts, *sizes[0][1:])
+
+
 def exact_tensors(shape: PolicyShape) -> frozenset[str]:
     """Those that are fp32 in every policy and file."""
     return frozenset(name for entry in entries(shape) if entry.mapping.exact for name in entry.tensors)
@@ -289,25 +318,13 @@ def parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
     return sum(entry.elements for entry in (adapter_entries(shape, lora) if lora else entries(shape)))
 
 
-def tensor_dimensions(name: str, known: Mapping[str, tuple[str, ...]] = DIMENSIONS) -> tuple[str, ...]:
-    """Kind of each dimension of a policy's Hugging Face tensor.
-
-        tensor_dimensions("model.layers.5.self_attn.o_proj.weight") == ("hidden", "queries")
-
-    Besides these two: vocabulary, keys, head, feed_forward, experts.
-    """
-    *around, module, kind = name.split(".")
-    dimensions = known.get(".".join((*around[-1:], module))) or known.get(module, ("hidden",))
-    return dimensions[:1] if kind == "bias" else dimensions
-
-
 def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:
-    extents = shape.extents
+    module, _, letter = name.partition(".lora_")
+    dimensions = tensor_dimensions(f"{module}.weight" if rank else name, shape.family.dimensions)
+    size = tuple(shape.extents[dimension] for dimension in dimensions)
     if rank:
-        *before, module, _ = name.split(".")
-        outputs, inputs = (extents[dimension] for dimension in shape.family.dimensions[before[-1]])
-        return (rank, inputs) if module == "lora_A" else (outputs, rank)
-    return tuple(extents[dimension] for dimension in tensor_dimensions(name, shape.family.dimensions))
+        return (rank, size[1]) if letter == "A.weight" else (size[0], rank)
+    return size
 
 
 def _part(extent: int, part: int, parts: int, what: str) -> tuple[int, int]:

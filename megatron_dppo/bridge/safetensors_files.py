@@ -11,14 +11,21 @@ import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.bridge.mapping import EMBEDDING, Entry, expected_tensors, redundant_tensors
+from megatron_dppo.bridge.mapping import (
+    EMBEDDING,
+    Entry,
+    expected_tensors,
+    file_tensors,
+    fused_shape,
+    redundant_tensors,
+)
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
@@ -47,6 +54,10 @@ class StoredTensor:
     def length(self) -> int:
         """Its bytes."""
         return np.dtype(NUMPY[self.dtype]).itemsize * math.prod(self.shape)
+
+    def values(self) -> NDArray[Any]:
+        """The file's own bytes, not read yet; BF16 as integers."""
+        return np.memmap(self.file, NUMPY[self.dtype], "r", self.start, self.shape)
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -137,7 +148,7 @@ def check_finite(tensors: Mapping[str, StoredTensor], path: Path, *, most_bytes:
     for name, tensor in tensors.items():
         if not elements[name]:
             continue
-        values = np.memmap(tensor.file, NUMPY[tensor.dtype], "r", tensor.start, (elements[name],))
+        values = tensor.values()
         finite = (values & 0x7F80) != 0x7F80 if tensor.dtype == "BF16" else np.isfinite(values)
         if not finite.all():
             raise _unreadable(path, f"{name} holds values that are not finite", "fetch the model again")
@@ -150,7 +161,7 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
         UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape or type; and for an
             output layer of its own in a policy that has none.
     """
-    found = stored_tensors(path)
+    found = _split(path, stored_tensors(path), shape)
     expected = expected_tensors(shape)
     allowed = expected | redundant_tensors(shape)
     missing = [name for name in expected if name not in found]
@@ -178,6 +189,25 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
             remedy = f"set tie_word_embeddings to false in its config.json, or take {name} out of its files"
             raise _unreadable(path, problem, remedy)
     return found
+
+
+def _split(path: Path, stored: dict[str, StoredTensor], shape: PolicyShape) -> dict[str, StoredTensor]:
+    """The tensors of a policy that are parts of tensors of its files, in the place of these.
+
+    Raises:
+        UserError: if such a tensor has not the shape that its parts make.
+    """
+    for name, parts in file_tensors(shape).items():
+        if name in parts or (fused := stored.pop(name, None)) is None:
+            continue
+        if fused.shape != (whole := fused_shape(parts, shape)):
+            problem = f"{name} has shape {list(fused.shape)}, but config.json makes it {list(whole)}"
+            raise _unreadable(path, problem, "use the config.json that belongs to these weights")
+        start, width = fused.start, np.dtype(NUMPY.get(fused.dtype, "u1")).itemsize
+        for part, size in parts.items():
+            stored[part] = replace(fused, shape=size, start=start)
+            start += math.prod(size) * width
+    return stored
 
 
 def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:

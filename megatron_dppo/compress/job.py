@@ -26,7 +26,7 @@ from megatron_dppo.bridge.hf_directory import (
     copy_config_and_tokenizer,
     plan_files,
 )
-from megatron_dppo.bridge.mapping import expected_tensors, parameters, tensor_dimensions
+from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
 from megatron_dppo.compress.calibration import (
     Accumulator,
@@ -44,6 +44,7 @@ from megatron_dppo.compress.refit import Refit
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.family import tensor_dimensions
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.streams import Advance, progress
 from megatron_dppo.trainer.fingerprints import fingerprint

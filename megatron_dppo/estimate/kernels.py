@@ -9,7 +9,7 @@ pairs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -254,19 +254,17 @@ def _dense(setup: Setup, pack: MeanPack) -> Pair:
 
 
 def _experts(setup: Setup, pack: MeanPack) -> Pair:
-    """Norm, router, the way of tokens to the experts and back, SwiGLU, residual.
-
-    Every rank waits for the one whose experts are sent the most. Router and routing keep fp32.
-    """
+    """Norm, router, the way of tokens to the experts and back, SwiGLU, residual. Every rank waits for the one whose
+    experts are sent the most. Router and routing keep fp32. A shared expert's gate and sum take a norm's and a
+    residual's time."""
     shape, layout = setup.shape, setup.placement.layout
     mine, etp = pack.tokens // shared_ranks(layout), layout.expert_tp
     h, sent = mine * shape.hidden, mine * shape.experts_per_token * shape.hidden
     got = etp * mine * shape.experts_per_token * setup.imbalance
     experts, ffn, copies = shape.experts // layout.ep, shape.ffn // etp, got * shape.hidden
     sizes = [(2 * ffn, shape.hidden), (shape.hidden, ffn)]
-    first, second = (
-        experts * each for each in _products(setup, [(got / experts, *size) for size in sizes], tiled=False)
-    )
+    products = _products(setup, [(got / experts, *size) for size in sizes], tiled=False)
+    first, second = (experts * each for each in products)
     scores = mine * shape.experts / setup.width  # of one byte
     first += _product(setup, mine, shape.experts, shape.hidden)
     second += _product(setup, mine, shape.hidden, shape.experts, dtype="fp32")
@@ -280,7 +278,9 @@ def _experts(setup: Setup, pack: MeanPack) -> Pair:
     exchange = 2 * wire_seconds(setup, EXCHANGE, layout.ep, size)
     exchange += wire_seconds(setup, INSIDE, etp, etp * size * (setup.width + 4) / setup.width)
     once, back = _pair(setup, (first, second), (forward, backward), (0.0, 0.0), (EXPERT_LAUNCHES, EXPERT_LAUNCHES / 2))
-    return once._replace(exchange=exchange), back._replace(exchange=exchange)
+    dense = replace(setup, shape=replace(shape, ffn=shape.shared_ffn))
+    shared = _dense(dense, pack) if shape.shared_ffn else (Seconds(), Seconds())
+    return together(once, shared[0], Seconds(0, 0, exchange)), together(back, shared[1], Seconds(0, 0, exchange))
 
 
 # The ends of the policy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -324,7 +324,7 @@ def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float = 1.0) -> flo
     shape, layout = setup.shape, setup.placement.layout
     again = {
         "none": 0.0,
-        "selective": feed_forward_elements(shape, layout, saved) * imbalance,
+        "selective": feed_forward_elements(shape, layout, saved, imbalance),
         "full": _layer(setup, saved, imbalance),
     }[setup.config.model.recompute]
     swiglu = shape.ffn * (shape.experts_per_token or 1) / layout.tp
@@ -334,8 +334,8 @@ def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float = 1.0) -> flo
 
 def _layer(setup: Setup, saved: Saved, imbalance: float) -> float:
     """:func:`layer_elements` with uneven experts."""
-    shape, layout = setup.shape, setup.placement.layout
-    return layer_elements(shape, layout, saved) + (imbalance - 1.0) * feed_forward_elements(shape, layout, saved)
+    uneven = partial(feed_forward_elements, setup.shape, setup.placement.layout, saved)
+    return layer_elements(setup.shape, setup.placement.layout, saved) + uneven(imbalance) - uneven(1.0)
 
 
 def _token_bytes(setup: Setup) -> float:
@@ -369,22 +369,21 @@ def head_chunk_bytes(setup: Setup) -> float:
     return (setup.config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2.0**20
 
 
-def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
+def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float = 1.0) -> float:
     """Elements that the feed-forward part of a layer keeps of one token, without its input.
 
-    With experts, the tokens that a rank sends away are as many as it is sent, if the experts are chosen alike.
+    With experts, the tokens that a rank sends away are as many as it is sent, if the experts are chosen alike. All
+    ranks of one expert have copies of what any of them routes to it. A shared expert keeps what its gate multiplies.
     """
-    # Each tensor-parallel rank routes its share of the tokens; all ranks of one expert have copies of what any of them
-    # routes to it.
     routed = saved.copies * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp
-    return saved.feed_forward * shape.ffn * (shape.experts_per_token or 1) / layout.tp + routed
+    widths = shape.ffn * (shape.experts_per_token or 1) * imbalance + shape.shared_ffn
+    gated = shape.hidden / shared_ranks(layout) if shape.shared_ffn else 0.0
+    return saved.feed_forward * widths / layout.tp + routed * imbalance + gated
 
 
 def _head_bytes(setup: Setup) -> float:
     """Bytes of the policy head in its backward pass: a chunk of logits, then autograd's gradient of the weight, beside
-    the gradient of what the head reads.
-
-    DDP keeps the gradient that is summed, which is not counted here.
+    the gradient of what the head reads. DDP keeps the gradient that is summed, which is not counted here.
     """
     config, shape, layout = setup.config, setup.shape, setup.placement.layout
     rows = vocabulary_rows(setup)

@@ -138,7 +138,8 @@ def layer_flops(setup: Setup) -> tuple[float, float]:
     """FLOPs of a token's forward pass through all layers: two for each weight that it meets, and causal attention's
     products with half of its sequence. Those of the feed-forward parts, or of its experts, come second."""
     shape, context = setup.shape, work_of(setup).context
-    feed_forward = 6.0 * shape.hidden * shape.ffn * (shape.experts_per_token or 1) * shape.num_layers
+    widths = shape.ffn * (shape.experts_per_token or 1) + shape.shared_ffn
+    feed_forward = 6.0 * shape.hidden * widths * shape.num_layers
     attention = 2.0 * shape.heads * shape.head_dim * context * (shape.num_layers // shape.attention_interval)
     attention += delta_flops(shape) * (shape.num_layers - shape.num_layers // shape.attention_interval)
     return 2.0 * parameters_of(shape).matrices - feed_forward + attention, feed_forward

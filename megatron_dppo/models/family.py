@@ -6,6 +6,7 @@ share it. The rows that families have in common are here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -48,6 +49,8 @@ class ParameterMapping:
     """Of ``SECTIONS``: number of the tensor, name in Megatron's distributed format, and kind of its dimension."""
     exact: bool = False
     """Whether it is fp32 in every policy and file."""
+    fused: str = ""
+    """The tensor of files in which those of all experts lie one after another; empty: files have each by itself."""
 
     @property
     def key(self) -> str:
@@ -117,6 +120,18 @@ DIMENSIONS = {
 table has ``hidden``. A module's name may have that of the module around it before it."""
 
 
+def tensor_dimensions(name: str, known: Mapping[str, tuple[str, ...]] = DIMENSIONS) -> tuple[str, ...]:
+    """Kind of each dimension of a policy's Hugging Face tensor.
+
+        tensor_dimensions("model.layers.5.self_attn.o_proj.weight") == ("hidden", "queries")
+
+    Besides these two: vocabulary, keys, head, feed_forward, experts.
+    """
+    *around, module, kind = name.split(".")
+    dimensions = known.get(".".join((*around[-1:], module))) or known.get(module, ("hidden",))
+    return dimensions[:1] if kind == "bias" else dimensions
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Scaled rotary positions. Subclasses have numbers as fields, under config.json's names."""
@@ -166,6 +181,8 @@ class Family:
 
     @property
     def linear_layers(self) -> dict[str, ParameterMapping]:
-        """Rows of the weights of Megatron's linear layers that may have adapters, by a layer's name: ``linear_qkv``."""
-        weights = {row.megatron[0].split(".")[-2]: row for row in self.rows if ".weight" in row.megatron[0]}
-        return {name: row for name, row in weights.items() if name.startswith("linear_")}
+        """Rows of the weights of Megatron's linear layers that may have adapters, by the names that the layers have
+        without numbers: ``decoder.layers.mlp.linear_fc1``."""
+        weights = [(name.rpartition(".")[0], row) for row in self.rows for name in row.megatron if ".weight" in name]
+        found = {re.sub(r"\.\{\w+\}", "", layer): row for layer, row in weights}
+        return {name: row for name, row in found.items() if ".linear_" in name}

@@ -15,6 +15,7 @@ so. It adds nothing up over the ranks of one expert, and does not know them when
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -33,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from megatron_dppo.config import LoraConfig
-from megatron_dppo.models.family import ParameterMapping, Split
+from megatron_dppo.models.family import ParameterMapping, Split, tensor_dimensions
 from megatron_dppo.models.shape import PolicyShape
 
 NAME = "lora"
@@ -79,8 +80,9 @@ class LayerAdapters(torch.nn.ModuleDict):
         """Runs of the layer's outputs: in each, all its matrices have an equal share."""
         self._outputs: list[tuple[str, int]] = []
         """Each matrix of the layer, with adapters or without: its name and its outputs on this rank."""
-        for name in row.modules:
-            outputs, inputs = (shape.extents[dimension] for dimension in shape.family.dimensions[name])
+        for name, tensor in zip(row.modules, row.tensors, strict=True):
+            dimensions = tensor_dimensions(tensor, shape.family.dimensions)
+            outputs, inputs = (shape.extents[dimension] for dimension in dimensions)
             inputs, outputs = (inputs // ranks, outputs) if self._row_parallel else (inputs, outputs // ranks)
             self._outputs.append((name, outputs))
             if name in lora.targets:
@@ -172,7 +174,7 @@ def add_adapters(chunk: torch.nn.Module, shape: PolicyShape, settings: LoraConfi
         parameter.requires_grad_(False)
     rows = shape.family.linear_layers
     for name, layer in list(chunk.named_modules()):
-        row = rows.get(name.rpartition(".")[2])
+        row = rows.get(re.sub(r"\.\d+", "", name))
         if row is None or not set(row.modules) & set(settings.targets):
             continue
         expert = ".experts." in name

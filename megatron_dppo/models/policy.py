@@ -43,9 +43,7 @@ each layer compares on the host where segments start and where padded ones do, i
 def build_policy(
     shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, temperature: float
 ) -> list[PolicyModel]:
-    """This rank's part of the policy, in the model-parallel groups that :func:`parallel.world.initialize` laid out.
-
-    It is one chunk for each virtual pipeline stage.
+    """This rank's part of the policy, a chunk for each virtual stage, in :func:`parallel.world.initialize`'s groups.
 
     All weights but the norms' are zero until they are loaded: nothing is drawn, since every run starts from a
     directory, and drawing would depend on the layout. With ``model.lora`` the adapters are zero, too, and the only
@@ -170,6 +168,7 @@ def _experts(shape: PolicyShape, spec: Spec) -> dict[str, Any]:
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.ffn,
+        "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
         # Softmax over a token's experts alone is softmax over all of them, divided by the sum of the chosen.
         "moe_router_pre_softmax": not shape.renormalises_experts,
         # In bf16 the logits of two experts may tie, and which one is chosen is chance.

@@ -52,6 +52,8 @@ class PolicyShape:
     experts: int = 0
     """Experts in every layer; 0: a dense policy."""
     experts_per_token: int = 0
+    shared_ffn: int = 0
+    """Width of the expert of a layer that every token goes to, besides those of its choice; 0: there is none."""
     renormalises_experts: bool = True
     """Whether the weights of a token's experts are made to sum to one."""
     rope_scaling: RopeScaling | None = None
@@ -92,6 +94,7 @@ class PolicyShape:
             "head": self.head_dim,
             "experts": self.experts,
             "feed_forward": self.ffn,
+            "shared_feed_forward": self.shared_ffn,
             "gated_queries": 2 * self.heads * self.head_dim,
             "delta_heads": self.delta_values,
             "delta_head": self.delta_value_dim,
@@ -269,6 +272,8 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
     parts = {f"the {shape.kv_heads} key-value heads": shape.kv_heads, f"the {shape.heads} query heads": shape.heads}
     if not shape.experts:
         parts[f"the {shape.ffn} feed-forward units"] = shape.ffn
+    if shape.shared_ffn:
+        parts[f"the {shape.shared_ffn} units of the shared expert"] = shape.shared_ffn
     for what, size in parts.items():
         if size % layout.tp:
             possible = _divisors(math.gcd(*parts.values()))

@@ -178,6 +178,7 @@ def _weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tenso
     """
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
+        name = name.replace("model.", f"model.{body}", 1)
         experts, _, kind = name.rpartition(".")
         if kind == "gate_up_proj":
             for expert, fused in enumerate(parameter):
@@ -186,5 +187,5 @@ def _weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tenso
         elif kind == "down_proj":
             weights |= {f"{experts}.{expert}.down_proj.weight": down for expert, down in enumerate(parameter)}
         else:
-            weights[name.replace("model.", f"model.{body}", 1)] = parameter
+            weights[name] = parameter
     return weights

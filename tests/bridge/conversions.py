@@ -14,6 +14,8 @@ from megatron_dppo.bridge.convert_commands import (
     parse_megatron_to_hf,
     run,
 )
+from megatron_dppo.bridge.safetensors_files import check_weights
+from megatron_dppo.models.shape import PolicyShape, read_shape
 
 
 def to_megatron(source: Path, out: Path, *options: str) -> int:
@@ -29,6 +31,13 @@ def to_hf(checkpoint: Path, out: Path, *options: str) -> int:
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face directory, read with safetensors alone."""
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def policy_tensors(path: Path, shape: PolicyShape | None = None) -> dict[str, torch.Tensor]:
+    """The policy's tensors as streams have them: the experts of a layer are apart, whatever the files hold."""
+    found = check_weights(path, shape or read_shape(path))
+    values = {name: torch.from_numpy(tensor.values().copy()) for name, tensor in found.items()}
+    return {name: each.view(torch.bfloat16) if found[name].dtype == "BF16" else each for name, each in values.items()}
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:

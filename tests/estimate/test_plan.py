@@ -84,16 +84,19 @@ def test_published_sizes_are_the_cards() -> None:
     assert billions == {
         "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
         "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "qwen3.5-4b": 4.2, "qwen3.5-9b": 9.0, "qwen3.5-27b": 26.9,
+        "qwen3.5-35b-a3b": 34.7,
     }  # fmt: skip
     assert parameters_of(PUBLISHED["qwen3-30b-a3b"]).active / 1e9 == pytest.approx(3.3, abs=0.1)
     assert parameters_of(PUBLISHED["qwen3-235b-a22b"]).active / 1e9 == pytest.approx(22.2, abs=0.1)
+    assert parameters_of(PUBLISHED["qwen3.5-35b-a3b"]).active / 1e9 == pytest.approx(3.5, abs=0.1)
 
 
-@pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b", "qwen3.5-27b"])
+@pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
 def test_ranks_hold_the_policy_between_them(name: str) -> None:
     """Stages and slices add up, but for what every rank has: norms, routers, and a tied output layer's copy."""
     shape, together = PUBLISHED[name], parameters_of(PUBLISHED[name]).total
-    held = sum(rank_elements(shape, stage, LayoutConfig(tp=4, pp=4)).total for stage in range(4)) * 4
+    tp = min(4, shape.kv_heads)
+    held = sum(rank_elements(shape, stage, LayoutConfig(tp=tp, pp=4)).total for stage in range(4)) * tp
     copied = shape.vocab_size * shape.hidden if shape.tied else 0
     assert 0 <= held - together - copied < 0.003 * together
 

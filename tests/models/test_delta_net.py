@@ -26,6 +26,7 @@ from tests.policies import trains, write_family
 from tests.ranks import RankPool
 
 TEXT, WHOLE = "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"
+MIXTURE, WHOLE_MIXTURE = "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"
 EXACT = ("A_log", "linear_attn.norm.weight")
 
 
@@ -38,7 +39,7 @@ def write_mixed(path: Path, architecture: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("architecture", [TEXT, WHOLE])
+@pytest.mark.parametrize("architecture", [TEXT, WHOLE, MIXTURE, WHOLE_MIXTURE])
 def test_mixed_types_convert_there_and_back_bit_by_bit(tmp_path: Path, architecture: str) -> None:
     policy = write_mixed(tmp_path / "policy", architecture)
     assert to_megatron(policy, tmp_path / "megatron", "--verify", "tensors") == 0
@@ -55,7 +56,7 @@ def exported(rank: int, size: int, policy: Path, out: Path, layout: LayoutConfig
     export_hf(made.chunks, world, source=policy, out=out, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("architecture", [TEXT, WHOLE])
+@pytest.mark.parametrize("architecture", [TEXT, WHOLE, WHOLE_MIXTURE])
 def test_a_run_in_bf16_exports_the_bits_that_it_began_with(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
     policy = write_mixed(tmp_path / "policy", architecture)
     if not trains(policy):
@@ -64,7 +65,7 @@ def test_a_run_in_bf16_exports_the_bits_that_it_began_with(ranks: RankPool, tmp_
     ranks.in_turn(2, *((exported, policy, tmp_path / f"{layout.tp}", layout) for layout in layouts))
     for layout in layouts:
         assert same(weights(tmp_path / f"{layout.tp}"), weights(policy)), layout
-    assert (tmp_path / "1" / CARRIED).exists() is (architecture == WHOLE)
+    assert (tmp_path / "1" / CARRIED).exists() is (architecture != TEXT)
 
 
 def test_a_whole_models_tensors_and_files_stay_beside_the_policy(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -27,6 +26,7 @@ from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequen
 from megatron_dppo.models.policy_head import HeadOutput
 from megatron_dppo.models.shape import check_layout, read_shape
 from megatron_dppo.parallel.world import World, initialize
+from tests.bridge.conversions import policy_tensors
 from tests.bridge.directories import SMOLLM2, Sizes, write_llama, write_qwen3_moe
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -315,7 +315,7 @@ def reference_gradients(path: Path, out: Path) -> dict[str, torch.Tensor]:
     for parameter in model.parameters():
         parameter.data.copy_(parameter.grad)
     model.save_pretrained(out)
-    return load_file(out / "model.safetensors")
+    return policy_tensors(out, read_shape(path))
 
 
 def test_gradients_equal_those_of_transformers_whatever_is_recomputed(

@@ -95,6 +95,8 @@ if version("megatron-core") >= "0.19":
         "hybrid tp2 sp": Case("hybrid", layout=TP2_SP),
         "hybrid cp2": Case("hybrid", layout=layout(cp=2)),
         "hybrid lora": Case("hybrid", model=LORA),
+        "hybrid moe tp2 ep2 etp1": Case("mixture", layout=layout(tp=2, ep=2, etp=1, sequence_parallel=True)),
+        "hybrid moe recompute": Case("mixture", model={"recompute": "selective"}),
     }
 
 SHARE = (
@@ -114,6 +116,7 @@ def write_policies(folder: Path) -> dict[str, Path]:
         "tied": write_policy(folder / "tied", **sizes, tied=True),
         "moe": folder / "moe",
         "hybrid": write_family(folder / "hybrid", "Qwen3_5ForCausalLM"),
+        "mixture": write_family(folder / "mixture", "Qwen3_5MoeForCausalLM"),
     }
 
 

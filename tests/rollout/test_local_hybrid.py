@@ -15,7 +15,7 @@ from megatron_dppo.rollout import decoding
 from megatron_dppo.rollout.decoding import LEAST_COMMON
 from megatron_dppo.rollout.engine import generate
 from megatron_dppo.rollout.local import LocalEngine
-from tests.bridge.conversions import weights
+from tests.bridge.conversions import policy_tensors
 from tests.policies import write_family
 from tests.rollout.test_local import (
     assert_logprobs_of_a_plain_forward,
@@ -28,9 +28,9 @@ from tests.rollout.test_local import (
 SAMPLES = 4
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_family(tmp_path_factory.mktemp("policy"), "Qwen3_5ForCausalLM")
+@pytest.fixture(scope="module", params=["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family(tmp_path_factory.mktemp("policy"), request.param)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def reference(path: Path) -> PreTrainedModel:
 
 def engine(path: Path, max_batch: int) -> LocalEngine:
     made = LocalEngine(path, device=torch.device("cpu"), dtype=torch.float32, max_batch=max_batch)
-    made.update_weights(source_of(weights(path)), version=1)
+    made.update_weights(source_of(policy_tensors(path)), version=1)
     return made
 
 

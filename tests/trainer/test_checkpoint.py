@@ -34,10 +34,11 @@ def configure(
     dtype: str = "fp32",
     fmt: str = "fully_reshardable",
     offload: bool = False,
+    lr: float = 1e-2,
 ) -> Config:
     """With an ``eps`` of about the size of the gradients, so that every part of Adam's state moves the weights."""
     config = config_for(policy, layout, LossConfig(), 128, distributed)
-    adam = replace(config.optimizer, lr=1e-2, eps=1e-2, clip_grad=1.0, weight_decay=0.1)
+    adam = replace(config.optimizer, lr=lr, eps=1e-2, clip_grad=1.0, weight_decay=0.1)
     adam = replace(adam, checkpoint_format=fmt, offload=offload)
     return replace(
         config, run=replace(config.run, dir=str(run)), model=replace(config.model, dtype=dtype), optimizer=adam
@@ -76,12 +77,13 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 @pytest.fixture(scope="module")
 def deep_policies(tmp_path_factory: pytest.TempPathFactory) -> dict[bool | str, Path]:
-    """Untied and tied, which TP 4 and PP 4 divide, one with experts, and one with gated delta networks."""
+    """Untied and tied, which TP 4 and PP 4 divide, one with experts, one with gated delta networks, one with both."""
     folder = tmp_path_factory.mktemp("deep-policies")
     write_qwen3_moe(folder / "experts", Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=4)
     dense = {tied: write_policy(folder / f"tied-{tied}", tied=tied, kv_heads=4) for tied in (False, True)}
     hybrid = write_family(folder / "hybrid", "Qwen3_5ForCausalLM")
-    return {**dense, "experts": folder / "experts", "hybrid": hybrid}
+    mixture = write_family(folder / "mixture", "Qwen3_5MoeForCausalLM")
+    return {**dense, "experts": folder / "experts", "hybrid": hybrid, "mixture": mixture}
 
 
 SAME = {
@@ -100,6 +102,7 @@ SAME = {
         {"fmt": "dp_reshardable"},
     ),
     "tp2 bf16 hybrid": (LayoutConfig(tp=2, dp=1, sequence_parallel=True), {"dtype": "bf16"}),
+    "ep2 tp2 bf16 mixture": (LayoutConfig(ep=2, tp=2, etp=1, dp=1, sequence_parallel=True), {"dtype": "bf16"}),
 }
 
 
@@ -108,7 +111,7 @@ def test_resumed_updates_are_those_of_an_undisturbed_run(
     name: str, policies: dict[bool, Path], deep_policies: dict[bool | str, Path], ranks: RankPool, tmp_path: Path
 ) -> None:
     layout, settings = SAME[name]
-    kind = next((kind for kind in ("experts", "hybrid") if kind in name), None)
+    kind = next((kind for kind in ("experts", "hybrid", "mixture") if kind in name), None)
     policy = deep_policies[kind] if kind else policies["tied" in name]
     if not trains(policy):
         pytest.skip("this Megatron-Core cannot train it")
@@ -141,6 +144,8 @@ CHANGED = {
     "to virtual stages, plain optimizer": (CP2, (PP2_VPP2,), False, {"distributed": False}),
     "from virtual stages": (PP2_VPP2, (LayoutConfig(dp=1), TP2_PP2), True, {}),
     "hybrid": (TP2, (LayoutConfig(dp=1), CP2, PP2_VPP2), "hybrid", {}),
+    # At the others' rate rounding grows to 1e-3 of the gradient's norm in four updates of any two layouts.
+    "mixture": (EP2_TP2, (LayoutConfig(dp=1), TP2, PP2_VPP2), "mixture", {"lr": 1e-3}),
     "from experts": (EP2, (TP2, PP2_VPP2, EP2_TP2), "experts", {}),
     "to experts": (LayoutConfig(dp=1), (EP2_TP2, EP2_PP2_VPP2), "experts", {}),
     "to other experts, plain optimizer": (EP2, (EP2_TP2, EP2_PP2_VPP2), "experts", {"distributed": False}),

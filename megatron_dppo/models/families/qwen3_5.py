@@ -1,7 +1,9 @@
-"""Qwen3.5: three layers of four are gated delta networks, the fourth is attention with an output gate.
+"""Qwen3.5: three layers of four are gated delta networks, the fourth is attention with an output gate. It is dense, or
+has experts in every layer, one of which is every token's.
 
 Published checkpoints have a vision tower and heads for further tokens besides. Neither is trained: an export carries
-both along. A norm's weight is its distance from one, but for that behind the delta rule.
+both along. A norm's weight is its distance from one, but for that behind the delta rule. Files hold the experts of a
+layer in two tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 from megatron_dppo.models.family import (
     COLUMN,
     DIMENSIONS,
+    EXPERTS,
     GATED_QKV,
     MLP,
     QK_NORMS,
@@ -27,7 +30,7 @@ _DELTA: dict[str, Any] = {"layers": "linear_attention"}
 _MIXED = ((0, "query", "delta_keys"), (0, "key", "delta_keys"), (0, "value", "delta_values"))
 _IN_PROJ = (*_MIXED, (1, "z", "delta_values"), (2, "beta", "delta_heads"), (3, "alpha", "delta_heads"))
 
-ROWS = (
+MIXERS = (
     layer_row(
         REPLICATED,
         "input_layernorm.weight | self_attention.linear_qkv.layer_norm_weight",
@@ -57,7 +60,19 @@ ROWS = (
     layer_row(COLUMN, "self_attention.A_log", "linear_attn.A_log", exact=True, **_DELTA),
     layer_row(REPLICATED, "self_attention.out_norm.weight", "linear_attn.norm.weight", exact=True, **_DELTA),
     layer_row(ROW, "self_attention.out_proj.weight", "linear_attn.out_proj.weight", **_DELTA),
-    *MLP,
+)
+_NORM, _ROUTER, _FC1, _FC2 = EXPERTS
+_FUSED = "model.{body}layers.{layer}.mlp.experts."
+_SHARED = "mlp.shared_expert"
+MIXTURE_ROWS = (
+    *MIXERS,
+    _NORM,
+    _ROUTER,
+    replace(_FC1, fused=_FUSED + "gate_up_proj"),
+    replace(_FC2, fused=_FUSED + "down_proj"),
+    layer_row(COLUMN, f"{_SHARED}s.linear_fc1.weight", f"{_SHARED}.gate_proj.weight", f"{_SHARED}.up_proj.weight"),
+    layer_row(ROW, f"{_SHARED}s.linear_fc2.weight", f"{_SHARED}.down_proj.weight"),
+    layer_row(REPLICATED, f"{_SHARED}s.gate_weight", f"{_SHARED}_gate.weight"),
 )
 
 
@@ -79,7 +94,7 @@ def sizes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, *, delt
 TEXT = Family(
     architecture="Qwen3_5ForCausalLM",
     model_type="qwen3_5_text",
-    rows=ROWS,
+    rows=(*MIXERS, *MLP),
     megatron={
         "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,
@@ -120,12 +135,38 @@ TEXT = Family(
         "qwen3.5-27b": sizes(64, 5120, 24, 4, 17408, delta=48, tied=False),
     },
 )
-WITH_VISION = replace(
+MIXTURE = replace(
     TEXT,
-    architecture="Qwen3_5ForConditionalGeneration",
-    model_type="qwen3_5",
-    text_config="text_config",
-    body="language_model.",
-    carried=("model.visual.", "mtp."),
-    published={},
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    rows=MIXTURE_ROWS,
+    megatron={**TEXT.megatron, "moe_shared_expert_gate": True},
+    keys={
+        **TEXT.keys,
+        "ffn": "moe_intermediate_size",
+        "shared_ffn": "shared_expert_intermediate_size",
+        "experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+    },
+    dimensions={
+        **TEXT.dimensions,
+        "shared_expert.gate_proj": ("shared_feed_forward", "hidden"),
+        "shared_expert.up_proj": ("shared_feed_forward", "hidden"),
+        "shared_expert.down_proj": ("hidden", "shared_feed_forward"),
+        "shared_expert_gate": ("one", "hidden"),
+    },
+    published={
+        "qwen3.5-35b-a3b": sizes(40, 2048, 16, 2, 512, delta=32, tied=False)
+        | {"shared_ffn": 512, "experts": 256, "experts_per_token": 8},
+    },
+)
+_WHOLE: dict[str, Any] = {
+    "text_config": "text_config",
+    "body": "language_model.",
+    "carried": ("model.visual.", "mtp."),
+    "published": {},
+}
+WITH_VISION = replace(TEXT, architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5", **_WHOLE)
+MIXTURE_WITH_VISION = replace(
+    MIXTURE, architecture="Qwen3_5MoeForConditionalGeneration", model_type="qwen3_5_moe", **_WHOLE
 )
