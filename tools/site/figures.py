@@ -163,7 +163,7 @@ EARLIER = (
 )
 ARMS_BESIDE_TRL = {
     "unpruned": "none",
-    "pruned": "the default",
+    "pruned": "prompts 0.7, tokens 0.5",
     "pruned_to_0.3": "prompts 0.7, tokens 0.3",
     "fastest": "prompts 0.4, tokens 0.3",
 }
