@@ -11,6 +11,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.kernels import EXCHANGE, PRODUCTS, STREAMS, stage_passes, wire_seconds
 from megatron_dppo.estimate.memory import FUSED, feed_forward_elements, held_bytes, parameters_of, rank_elements
 from megatron_dppo.estimate.search import with_settings
+from megatron_dppo.estimate.time import layer_flops
 from megatron_dppo.estimate.workload import mean_pack, place
 from megatron_dppo.models.shape import PUBLISHED
 from tests.estimate.test_plan import EXPERTS, MIXTURE, of, plan, setup
@@ -67,6 +68,21 @@ def test_a_rank_keeps_the_copies_of_the_tokens_that_its_experts_get() -> None:
     assert elements() == elements(ep=8) == copies + inside
     assert elements(tp=4) == copies + inside / 4, "every rank of an expert has all of its tokens"
     assert elements(tp=4, etp=1, ep=8) == (copies + inside) / 4
+
+
+def test_the_shared_expert_sees_every_token_once() -> None:
+    """Its three widths are cut as a dense layer's are; what its gate multiplies is kept by the rank that has the token.
+    It is as busy as any other rank's."""
+    shape, layout = PUBLISHED["qwen3.5-35b-a3b"], LayoutConfig(tp=2, ep=8, etp=1, sequence_parallel=True)
+    alone = replace(shape, shared_ffn=0)
+    for imbalance in (1.0, 2.0):
+        more, less = (feed_forward_elements(each, layout, FUSED, imbalance) for each in (shape, alone))
+        assert more - less == 3 * 512 / 2 + 2048 / 2
+    run = setup(of("layout.pp=1", file=MIXTURE))
+    flops = [layer_flops(replace(run, shape=each))[1] for each in (shape, replace(shape, shared_ffn=1024))]
+    assert flops[1] - flops[0] == pytest.approx(2 * 40 * 3 * 2048 * 512)
+    seconds = [stage_passes(replace(run, shape=each))[0].update.kernels for each in (alone, shape)]
+    assert 1.01 < seconds[1] / seconds[0] < 1.2
 
 
 def test_the_busiest_rank_keeps_more() -> None:

@@ -34,6 +34,11 @@ class Case:
         layout = self.layout
         return layout.tp * layout.pp * layout.cp * (layout.dp or 1)
 
+    @property
+    def expert_layers(self) -> int:
+        """Layers of the policy that have experts."""
+        return {"moe": 2, "mixture": 4}.get(self.policy, 0)
+
 
 def layout(**sizes: Any) -> LayoutConfig:
     return LayoutConfig(**{"dp": 1, **sizes})

@@ -240,4 +240,4 @@ def booked(mode: RehearsalMode) -> dict[str, Any]:
 
 def reads_of(mode: RehearsalMode, case: Case) -> AbstractContextManager[None]:
     """What the host reads of a case's passes; tokens go to two experts."""
-    return known_reads(mode, case.layout, 2 if case.policy == "moe" else 0)
+    return known_reads(mode, case.layout, 2 if case.expert_layers else 0)

@@ -66,7 +66,7 @@ LEFT = (
     ":_build_head_perm_for_split_sections",
 )  # fmt: skip
 """Functions whose memory may stay after a step: workspaces, counts, the last pack's input of a stage, its routing."""
-LAYERS, EXPERT_LAYERS, HIDDEN, BF16 = 4, 2, 64, 2
+LAYERS, HIDDEN, BF16 = 4, 64, 2
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def check_products(name: str, played: dict[str, Any]) -> None:
     """Products multiply bf16; main gradients are fp32. Torch's layers are exempt, and the router's two gradients."""
     others = {each: count for each, count in played["products"].items() if not each.startswith("torch.bfloat16 to")}
     case, passes = CASES[name], played["packs"] * played["updates"]
-    of_router = {ROUTER: 2 * EXPERT_LAYERS // case.layout.pp * passes} if case.policy == "moe" else {}
+    of_router = {ROUTER: 2 * case.expert_layers // case.layout.pp * passes} if case.expert_layers else {}
     assert case.spec == "torch" or others == of_router
     assert played["main_grads"] == ["torch.float32"]
 
@@ -123,9 +123,9 @@ def expected_waits(name: str, played: dict[str, Any]) -> dict[str, int]:
     if case.spec == "torch" and case.share == "off":  # torch's layers are no path of speed
         waits |= {f"copy to the host {ROTARY}": 2 * LAYERS * packs, f"item {ROTARY}": 2 * LAYERS * packs}
         waits[SEGMENTS] = LAYERS * packs
-    if case.policy == "moe":
+    if case.expert_layers:
         passes = 1 + (case.model.get("recompute") == "selective") + (case.loss.updates_per_rollout > 1)
-        waits[DISPATCHED] = EXPERT_LAYERS // case.layout.pp * packs * passes
+        waits[DISPATCHED] = case.expert_layers // case.layout.pp * packs * passes
     return waits
 
 
