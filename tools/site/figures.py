@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -219,6 +220,42 @@ def efficiency(command: str) -> Iterator[str]:
     yield _row("best draw found", (_with_reach(stage["bound"]) for stage in stages))
 
 
+def curves() -> Iterator[str]:
+    """The real language model's arms: accuracy at the end, and seconds to an accuracy on the way."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from real_curves import ARMS, BASELINE, compared
+
+    runs = stored()["real_curves.py"]["figures"]["runs"]
+    yield _row(
+        "arm", ("learning rate", "s/step", "steps", "accuracy [%]", "to 50% [s]", f"times faster than {BASELINE}")
+    )
+    yield "|---" * 7 + "|"
+    for name, arm in ARMS.items():
+        found = compared(runs, name, 0.5)
+        times, ratio = found["seconds_to_accuracy"], found["time_to_accuracy_ratio"]
+        taken = "not reached" if None in times else f"{statistics.geometric_mean(times):.0f}"
+        faster = "" if not ratio else "1" if name == BASELINE else "{:.2f} [{:.2f}, {:.2f}]".format(
+            ratio["ratio"], *ratio["interval"]
+        )  # fmt: skip
+        accuracy = f"{100 * found['final_accuracy']:.1f}"
+        yield _row(name, (f"{arm.lr:g}", f"{found['seconds_per_step']:.1f}", str(arm.steps), accuracy, taken, faster))
+
+
+def errors() -> Iterator[str]:
+    """Squared error of the pruned gradient by rule, at two budgets of each stage: loss ``grpo``, weights up to 5."""
+    rows = [row for row in stored()["estimator.py"]["figures"]["rows"] if row["max_weight"] in (None, 5.0)]
+    found = {(row["rule"], row["stage"], row["budget"]): row["error"] for row in rows if row["objective"] == "grpo"}
+    cells = [(stage, budget) for stage in ("early", "middle", "late") for budget in (0.5, 0.3)]
+    yield _row("rule", (f"{stage}, {budget}" for stage, budget in cells))
+    yield "|---" * (len(cells) + 1) + "|"
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        yield _row(rule, (_two_digits(found[rule, stage, budget]) for stage, budget in cells))
+
+
+def _two_digits(error: float | None) -> str:
+    return "–" if error is None else "0" if error < 5e-5 else f"{error:.2g}"
+
+
 def beside_trl() -> Iterator[str]:
     """Times that a step is faster than TRL's, by pruning and workload."""
     found = stored()["against_trl.py --steps 10"]["figures"]
@@ -271,6 +308,8 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "efficiency_smollm2_steps": partial(efficiency, SMOLLM2),
     "efficiency_word_problems": partial(efficiency, "efficiency.py --task word_problems --prompts 48"),
     "beside_trl": beside_trl,
+    "curves": curves,
+    "errors": errors,
     "group_size": group_size,
     "times": times,
 }
