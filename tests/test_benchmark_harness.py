@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import mmap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -76,3 +77,18 @@ def test_the_last_line_is_all_figures_as_json(harness: ModuleType, capsys: pytes
     assert json.loads(last) == figures
     harness.finish(figures, harness.arguments("").parse_args(["--json"]))
     assert json.loads(capsys.readouterr().out) == figures
+
+
+def test_recorded_figures_stand_under_their_command_with_their_origin(
+    harness: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "origin", lambda: {"commit": "0bd57a8"})
+    for steps in ("6", "7"):
+        monkeypatch.setattr(sys, "argv", ["benchmarks/speed.py", "--json", "--steps", steps, "--record"])
+        harness.finish({"ratio": float(steps)}, harness.arguments("", steps=5).parse_args())
+    capsys.readouterr()
+    assert json.loads((tmp_path / "speed.json").read_text()) == {
+        "speed.py --steps 6": {"commit": "0bd57a8", "figures": {"ratio": 6.0}},
+        "speed.py --steps 7": {"commit": "0bd57a8", "figures": {"ratio": 7.0}},
+    }
