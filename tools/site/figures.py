@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -223,18 +224,18 @@ def efficiency(command: str) -> Iterator[str]:
 def curves() -> Iterator[str]:
     """The real language model's arms: accuracy at the end, and seconds to an accuracy on the way."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from real_curves import ARMS, BASELINE, compared
-
+    benchmark = import_module("real_curves")
     runs = stored()["real_curves.py"]["figures"]["runs"]
     yield _row(
-        "arm", ("learning rate", "s/step", "steps", "accuracy [%]", "to 50% [s]", f"times faster than {BASELINE}")
+        "arm",
+        ("learning rate", "s/step", "steps", "accuracy [%]", "to 50% [s]", f"times faster than {benchmark.BASELINE}"),
     )
     yield "|---" * 7 + "|"
-    for name, arm in ARMS.items():
-        found = compared(runs, name, 0.5)
+    for name, arm in benchmark.ARMS.items():
+        found = benchmark.compared(runs, name, 0.5)
         times, ratio = found["seconds_to_accuracy"], found["time_to_accuracy_ratio"]
         taken = "not reached" if None in times else f"{statistics.geometric_mean(times):.0f}"
-        faster = "" if not ratio else "1" if name == BASELINE else "{:.2f} [{:.2f}, {:.2f}]".format(
+        faster = "" if not ratio else "1" if name == benchmark.BASELINE else "{:.2f} [{:.2f}, {:.2f}]".format(
             ratio["ratio"], *ratio["interval"]
         )  # fmt: skip
         accuracy = f"{100 * found['final_accuracy']:.1f}"
