@@ -41,7 +41,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,6 @@ LESS = ("pruning.completions.keep=0.3",)
 FEW = ("pruning.prompts.keep=0.4", *LESS)
 FEWER = ("pruning.prompts.keep=0.3", "pruning.prompts.floor=0.15", *LESS)
 OFF = pruned("none", "none")
-STRONG = "prompts 0.4, tokens 0.3, 64 prompts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +107,14 @@ ARMS: dict[str, Arm] = UNPRUNED | {
         32, 0.32, 1.5e-4, ("pruning.completions.keep=0.5", "pruning.max_weight=5")
     ),
     "prompts 0.7, tokens 0.3, 32 prompts": Arm(32, 0.27, 1.5e-4, LESS),
-    STRONG: Arm(64, 0.32, 1.5e-4, FEW),
+    "prompts 0.4, tokens 0.3, 64 prompts": Arm(64, 0.32, 1.5e-4, FEW),
     "threshold (DPPO's paper), 32 prompts": Arm(32, 0.33, 1.5e-4, pruned("threshold", "threshold")),
     "top_k (CPPO), 32 prompts": Arm(32, 0.4, 1.5e-4, pruned("none", "top_k")),
     "greso, 32 prompts": Arm(32, 0.47, 1.5e-4, pruned("greso", "none")),
     "dynamic sampling (DAPO), 32 prompts": Arm(32, 0.8, 1.5e-4, pruned("dynamic_sampling", "none")),
 }
-SLOWER = {
-    f"{STRONG}, beta2 {beta2}": replace(ARMS[STRONG], settings=(*FEW, f"optimizer.beta2={beta2}"))
-    for beta2 in (0.99, 0.999)
-}
-"""Whether an optimizer that averages over more steps lets a noisy step keep its rate. Named by ``--arms`` alone."""
 TRL = {f"TRL, {n} prompts": Arm(n, n / 32, lr, (), by_trl=True) for n, lr in ((32, 1.5e-4), (16, 1e-4), (8, 6.7e-5))}
-ALL = ARMS | SLOWER | TRL
+ALL = ARMS | TRL
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +222,7 @@ class Measurement:
 
     def costs(self) -> Costs:
         """Of the runs that count by them."""
-        return Costs.of(run for run in self.store.runs.values() if run.arm in ARMS | SLOWER or run.arm == EQUAL_NOISE)
+        return Costs.of(run for run in self.store.runs.values() if run.arm in ARMS or run.arm == EQUAL_NOISE)
 
     def mean_seconds(self, name: str, lr: float, seeds: Sequence[int]) -> float:
         to = seconds_to if ALL[name].by_trl else self.costs().to
@@ -386,7 +380,7 @@ def main() -> None:
         picture=(Path, "where to draw the seconds of all arms"),
     )
     parser.add_argument("--task", choices=("sums", "word_problems"), default="sums")
-    parser.add_argument("--arms", nargs="+", choices=list(ALL), default=list(ARMS | TRL), metavar="ARM")
+    parser.add_argument("--arms", nargs="+", choices=list(ALL), default=list(ALL), metavar="ARM")
     options = parser.parse_args()
     measurement = Measurement(Task.named(options.task), options)
     try:
