@@ -329,11 +329,10 @@ def pages() -> dict[Path, str]:
 
 def measure(script: str) -> None:
     """Run all recorded commands of a benchmark again, and record their figures."""
-    for command in stored():
+    for command in json.loads((RESULTS / f"{script}.json").read_text(encoding="utf-8")):
         name, *options = command.split()
-        if name == f"{script}.py":
-            words = [sys.executable, f"benchmarks/{name}", *options, "--json", "--record"]
-            subprocess.run(words, cwd=ROOT, check=True, stdout=sys.stderr)
+        words = [sys.executable, f"benchmarks/{name}", *options, "--json", "--record"]
+        subprocess.run(words, cwd=ROOT, check=True, stdout=sys.stderr)
 
 
 if __name__ == "__main__":
