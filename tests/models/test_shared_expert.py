@@ -73,9 +73,9 @@ def test_the_published_sizes_are_transformers_defaults() -> None:
     theirs, ours = Qwen3_5MoeTextConfig(), PUBLISHED["qwen3.5-35b-a3b"]
     family = FAMILIES[ours.architecture]
     unlike = {"attention_interval", "rotary_fraction", "rope_theta", "max_positions", "ffn"}
-    names = {field: name for name, field in ((n, f) for f, n in family.keys.items())}
-    assert {field: getattr(ours, field) for field in names if field not in unlike} == {
-        field: getattr(theirs, name) for field, name in names.items() if field not in unlike
+    names = {field: name for field, name in family.keys.items() if field not in unlike}
+    assert {field: getattr(ours, field) for field in names} == {
+        field: getattr(theirs, name) for field, name in names.items()
     }
     assert (ours.num_layers, ours.hidden, ours.heads, ours.kv_heads, ours.head_dim) == (
         *(theirs.num_hidden_layers, theirs.hidden_size, theirs.num_attention_heads, theirs.num_key_value_heads),
