@@ -118,7 +118,10 @@ def _named(text: str) -> list[str]:
 
 def test_all_mistakes_are_found_at_once(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words, "layout.tpp=2", "run.seed=often", "run.steps=0", "layout=2", "--check"]) == 2
-    assert _named(capsys.readouterr().err) == ["layout.tpp", "layout", "run.seed", "run.steps"]
+    named = ["layout.tpp", "layout", "run.seed", "run.steps"]
+    assert _named(capsys.readouterr().err) == named
+    assert cli.main([*words, "layout.tpp=2", "run.seed=often", "run.steps=0", "layout=2"]) == 2
+    assert _named(capsys.readouterr().err) == named, "without --check, too"
     apart = ["layout.tp=3", f"data.train={tmp_path}/d.jsonl", "reward.function=nowhere:score", "optimizer.min_lr=2"]
     clash = ["rollout.engine=vllm", "pack.max_tokens=16", "loss.objective=nowhere:objective"]
     assert cli.main([*words, *apart, *clash, "--check", "4"]) == 2
