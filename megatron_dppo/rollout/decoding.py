@@ -264,18 +264,23 @@ def draw_tokens(
         [rows] int64 tokens, and [rows] fp32 log-probabilities of them under the temperature-scaled distribution of all
         tokens.
     """
-    logits = logits.float()
-    logprobs = torch.log_softmax(logits / temperature if temperature > 0 else logits, dim=-1)
-    if temperature > 0:
-        ids, kept = torch.empty(0), logprobs
+    scaled = logits.float() / temperature if temperature not in (0, 1) else logits.float()
+    largest = scaled.amax(dim=-1, keepdim=True)
+    weights = (scaled - largest).exp_()
+    if temperature == 0:
+        tokens = logits.argmax(dim=-1, keepdim=True)
+    elif top_p is None and top_k is None:
+        tokens = tokens_at(weights, uniforms)
+    else:
+        ids, kept = torch.empty(0), scaled
         if top_k is not None:
             kept = TopKLogitsWarper(top_k)(ids, kept)
         if top_p is not None:
             kept = TopPLogitsWarper(top_p)(ids, kept)
-        tokens = tokens_at(kept.exp(), uniforms)
-    else:
-        tokens = logits.argmax(dim=-1, keepdim=True)
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+        tokens = tokens_at((kept - largest).exp_(), uniforms)
+    # Not by log_softmax, whose result and exponential would be two more passes over the vocabulary.
+    logprobs = scaled.gather(-1, tokens) - largest - weights.sum(dim=-1, keepdim=True).log_()
+    return tokens[:, 0], logprobs[:, 0]
 
 
 def tokens_at(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
