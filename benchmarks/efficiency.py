@@ -9,7 +9,8 @@ of ‖ĝ − g‖² over draws of a rule on the window, with the run's own recor
 variance of the step is V₀ + D. Under a biased rule this is its mean square error, if the bias is uncorrelated with g.
 
 Seconds are s₀ + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the processor's seconds of further steps of
-the run with a quarter of the prompts to all. Each completion that is trained on counts its prompt, too.
+the run at all stages, pruned and unpruned, with a quarter of the prompts to all. Each completion that is trained on
+counts its prompt, too.
 
 All arms share windows, so that they are compared more exactly than V₀ is known. Intervals are 95%, by leaving each
 window out in turn (the jackknife). ``smaller_batch`` is an unpruned step of half of the prompts. ``bound`` is the best
@@ -22,7 +23,7 @@ many of 32 further answers are right, and of each completion its true norm.
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import statistics
 import sys
 import tempfile
@@ -38,7 +39,7 @@ import torch
 from estimator import Window
 from harness import arguments, finish, mean_and_reach
 from real_gradients import norm
-from time_to_accuracy import FEW, FEWER, LESS, OFF, pruned
+from time_to_accuracy import FEW, FEWER, LESS, MILD, OFF, SEVEN_TENTHS, pruned
 from training_stages import TASKS, Stage, measure, training_stages
 
 from megatron_dppo.config import Config, replace
@@ -56,21 +57,24 @@ SIZES = (0.25, 0.5, 1.0)
 """Of the steps by whose seconds costs are fitted, in windows."""
 KEEPS = (1, 0.85, 0.7, 0.5, 0.3), (1, 0.7, 0.5, 0.3, 0.2, "auto")
 """Shares of prompts and of completions' tokens: the grid."""
-BASELINE, HALF, DEFAULT = "unpruned", "unpruned, half of the prompts", "0.7 / auto, the default"
+BASELINE, HALF, DEFAULT = "unpruned", "unpruned, half of the prompts", "0.85 / auto, the default"
 HALF_OF_TOKENS = ("pruning.completions.keep=0.5",)
 ARMS: Mapping[str, tuple[str, ...]] = {
     BASELINE: OFF,
     HALF: OFF,
     "unpruned, a quarter": OFF,
     DEFAULT: (),
-    "0.7 / auto, weights to 5": ("pruning.max_weight=5",),
-    "0.7 / auto, weights to 20": ("pruning.max_weight=20",),
-    "0.7 / 0.5, weights to 5": (*HALF_OF_TOKENS, "pruning.max_weight=5"),
-    "0.7 / 0.3, weights to 10": LESS,
+    "0.85 / auto, weights to 5": ("pruning.max_weight=5",),
+    "0.85 / auto, weights to 20": ("pruning.max_weight=20",),
+    "0.85 / 0.5, weights to 10": HALF_OF_TOKENS,
+    "0.7 / auto, weights to 10": SEVEN_TENTHS,
+    "0.7 / 0.5, weights to 5": MILD,
+    "0.7 / 0.3, weights to 10": (*SEVEN_TENTHS, *LESS),
     "0.5 / 0.3, weights to 10": ("pruning.prompts.keep=0.5", *LESS),
     "0.4 / 0.3, weights to 10": FEW,
     "0.3 / 0.3, weights to 10": FEWER,
-    "prompts 0.7 alone": pruned("neyman", "none"),
+    "prompts 0.85 alone": pruned("neyman", "none"),
+    "prompts 0.7 alone": pruned("neyman", "none", *SEVEN_TENTHS),
     "completions auto alone": pruned("none", "neyman"),
     "completions 0.5 alone": pruned("none", "neyman", *HALF_OF_TOKENS),
     "threshold (DPPO's paper)": pruned("threshold", "threshold"),
@@ -177,12 +181,16 @@ class Costs:
         return self.step + self.generated * generated + self.trained * trained
 
 
-def costs_of(trainer: Trainer, repeats: int = 4) -> Costs:
-    """By steps of several sizes, which train on."""
-    rng = np.random.default_rng(trainer.step)
-    rows = []
-    for size in SIZES * repeats:
-        count = round(size * trainer.config.rollout.prompts_per_step)
+def timed_steps(trainer: Trainer, repeats: int) -> list[tuple[float, float, float, float]]:
+    """Steps of several sizes, each pruned and unpruned, which train on.
+
+    Returns:
+        Tokens generated and trained on, and seconds of rolling out and of the rest, of each.
+    """
+    own, rng, rows = trainer.config, np.random.default_rng(trainer.step), []
+    unpruned = configured(trainer, *OFF)
+    for size, trainer.config in itertools.product(SIZES * (1 + repeats), (own, unpruned)):
+        count = round(size * own.rollout.prompts_per_step)
         chosen = np.sort(rng.choice(len(trainer.pool), count, replace=False))
         start = time.process_time()
         rollouts = trainer.roll_out(StepRollouts(Selection(chosen, np.ones(count), window=count), trainer.step))
@@ -190,12 +198,19 @@ def costs_of(trainer: Trainer, repeats: int = 4) -> Costs:
         learned = trainer.train(trainer.plan(rollouts), rollouts)
         rest = time.process_time() - rolled_out
         trainer.step += 1
-        generated = rollouts.metadata.response_lengths.sum()
-        rows.append((generated, rolled_out - start, learned.get("train/tokens", 0.0), rest))
-    generated, rolling_out, trained, rest = np.array(rows, np.float64)[len(SIZES) :].T  # the first of each warms up
-    per_generated, once = np.polyfit(generated, rolling_out, 1)
-    per_trained, more = np.polyfit(trained, rest, 1)
-    return Costs(float(once + more), float(per_generated), float(per_trained))
+        generated = float(rollouts.metadata.response_lengths.sum())
+        rows.append((generated, learned.get("train/tokens", 0.0), rolled_out - start, rest))
+    trainer.config = own
+    return rows[2 * len(SIZES) :]  # the first of each warms up
+
+
+def costs_of(rows: Sequence[tuple[float, float, float, float]]) -> Costs:
+    """Least squares of :func:`timed_steps`' rows. What pruning and packing take goes by the tokens generated."""
+    generated, trained, rolling_out, rest = np.array(rows).T
+    tokens = np.stack([np.ones(len(rows)), generated, trained], axis=1)
+    (once, planning, training), *_ = np.linalg.lstsq(tokens, rest)
+    (more, rolling), *_ = np.linalg.lstsq(tokens[:, :2], rolling_out)
+    return Costs(float(once + more), float(rolling + planning), float(training))
 
 
 def with_interval(value: Callable[[Sequence[int]], float], windows: int) -> dict[str, Any]:
@@ -222,6 +237,7 @@ def judged(steps: Mapping[str, Sequence[Step]], costs: Costs) -> dict[str, dict[
             **with_interval(efficiency, len(own)),
             "variance": variance(own) / sampling,
             "variance_estimated": statistics.fmean(step.estimated for step in own),
+            "generated": sum(step.generated for step in own) / sum(step.generated for step in steps[BASELINE]),
             "trained": sum(step.trained for step in own) / sum(step.trained for step in steps[BASELINE]),
             "seconds": costs.of(own) / costs.of(steps[BASELINE]),
         }
@@ -232,8 +248,49 @@ def variance(steps: Sequence[Step]) -> float:
     return sum(step.sampling + step.noise for step in steps)
 
 
-def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
-    """Everything of one stage."""
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What was measured at a stage."""
+
+    name: str
+    step: int
+    accuracy: float
+    mixed_groups: float
+    steps: dict[str, list[Step]]
+    """Of each arm, on each window."""
+    timed: list[tuple[float, float, float, float]]
+    """Of :func:`timed_steps`."""
+
+    def figures(self, costs: Costs) -> dict[str, Any]:
+        """Everything of the stage."""
+        arms, base = judged(self.steps, costs), self.steps[BASELINE]
+        grid, known = (
+            {each.removeprefix(word): found for each, found in arms.items() if each.startswith(word)}
+            for word in ("grid ", "known ")
+        )
+        bests = {name: _best(found) for name, found in (("best_of_grid", grid), ("best_known", known)) if found}
+        bound = max(bests.values(), key=lambda found: found["efficiency"])
+        own = {each: arms[each] for each in ARMS}
+        return {
+            "stage": self.name,
+            "step": self.step,
+            "accuracy": self.accuracy,
+            "mixed_groups": self.mixed_groups,
+            "seconds": dataclasses.asdict(costs),
+            "unpruned_step_s": costs.of(base),
+            "tokens": {key: statistics.fmean(getattr(step, key) for step in base) for key in ("generated", "trained")},
+            "arms": own,
+            "grid": {keep: found["efficiency"] for keep, found in grid.items()},
+            **bests,
+            "bound": bound,
+            "smaller_batch": own[HALF],
+            "default_efficiency": own[DEFAULT]["efficiency"],
+            "default_over_bound": own[DEFAULT]["efficiency"] / bound["efficiency"],
+        }
+
+
+def visited(trainer: Trainer, name: str, options: Any) -> Visit:
+    """Measure at a stage."""
     size, rng = trainer.config.rollout.prompts_per_step, np.random.default_rng(0)
     chosen = rng.permutation(len(trainer.pool))[: options.windows * size].reshape(-1, size)
     if len(chosen) < options.windows:
@@ -250,32 +307,9 @@ def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
         live.append(float((np.ptp(stage.metadata.rewards, axis=1) > 0.0).mean()))
         for each, way in ways(trainer, stage, configs, seeds + 1, options.further):
             steps.setdefault(each, []).append(way.step(window, options.draws))
-    step = trainer.step
-    costs = costs_of(trainer)
-    arms = judged(steps, costs)
-    grid, known = (
-        {each.removeprefix(word): found for each, found in arms.items() if each.startswith(word)}
-        for word in ("grid ", "known ")
-    )
-    bests = {name: _best(found) for name, found in (("best_of_grid", grid), ("best_known", known)) if found}
-    bound = max(bests.values(), key=lambda found: found["efficiency"])
-    own = {each: arms[each] for each in ARMS}
-    return {
-        "stage": name,
-        "step": step,
-        "accuracy": statistics.fmean(right),
-        "mixed_groups": statistics.fmean(live),
-        "seconds": dataclasses.asdict(costs),
-        "unpruned_step_s": costs.of(steps[BASELINE]),
-        "rolling_out": costs.generated * steps[BASELINE][0].generated / costs.of(steps[BASELINE]),
-        "arms": own,
-        "grid": {keep: found["efficiency"] for keep, found in grid.items()},
-        **bests,
-        "bound": bound,
-        "smaller_batch": own[HALF],
-        "default_efficiency": own[DEFAULT]["efficiency"],
-        "default_over_bound": own[DEFAULT]["efficiency"] / bound["efficiency"],
-    }
+        print(f"{name}: window {number + 1} of {len(chosen)}", file=sys.stderr, flush=True)
+    facts = trainer.step, statistics.fmean(right), statistics.fmean(live), steps
+    return Visit(name, *facts, timed_steps(trainer, options.repeats))
 
 
 def _best(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -325,6 +359,7 @@ def main() -> None:
         steps=(150, "most steps of training until the late stage is measured"),
         windows=(10, "of each stage"),
         draws=(60, "of each arm on each window"),
+        repeats=(8, "of the timed steps of each size"),
         further=(
             4,
             "rollouts of a window, by which the bound knows how likely a prompt's group is to be mixed; 0: none",
@@ -337,11 +372,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = options.prompts, options.samples, options.steps, Path(folder)
         visit = partial(visited, options=options)
-        stages = []
-        for stage in training_stages(TASKS[options.task], *sizes, options.settings, visit):
-            stages.append(stage)
-            print(json.dumps(stage), file=sys.stderr, flush=True)
-    finish({"task": options.task, "stages": stages}, options)
+        visits = list(training_stages(TASKS[options.task], *sizes, options.settings, visit))
+    costs = costs_of([row for each in visits for row in each.timed])
+    finish({"task": options.task, "stages": [each.figures(costs) for each in visits]}, options)
 
 
 if __name__ == "__main__":

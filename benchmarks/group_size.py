@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from efficiency import BASELINE, OFF, Costs, Way, configured, costs_of, pruned, with_interval
+from efficiency import BASELINE, OFF, Costs, Way, configured, costs_of, pruned, timed_steps, with_interval
 from estimator import Window
 from harness import arguments, finish
 from real_gradients import norm
@@ -82,7 +82,7 @@ def visited(trainer: Trainer, name: str, options: Any) -> dict[str, Any]:
             for size in SIZES:
                 steps.setdefault((arm, size), []).append(step_of(stage, size, trainer, settings, options.draws))
     at = trainer.step
-    costs = costs_of(trainer)
+    costs = costs_of(timed_steps(trainer, repeats=8))
     return {"stage": name, "step": at, "seconds": dataclasses.asdict(costs), "arms": judged(steps, costs)}
 
 

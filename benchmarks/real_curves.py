@@ -30,7 +30,7 @@ from typing import Any
 from against_trl import Arm as Process
 from against_trl import trl_python
 from harness import arguments, finish, mean_and_reach, package_command, paired_ratio
-from time_to_accuracy import FEW, OFF
+from time_to_accuracy import FEW, MILD, OFF
 
 from megatron_dppo.observe.metrics import read_metrics
 
@@ -57,7 +57,7 @@ class Arm:
 ARMS = {
     BASELINE: Arm(24, 5.6e-5, OFF, "#475569"),
     "unpruned, 16 prompts": Arm(44, 4e-5, (*OFF, "rollout.prompts_per_step=16"), "#94a3b8"),
-    "pruned, mild": Arm(36, 4.7e-5, ("pruning.completions.keep=0.5", "pruning.max_weight=5"), "#2563eb"),
+    "pruned, mild": Arm(36, 4.7e-5, MILD, "#2563eb"),
     "pruned, strong": Arm(48, 3.5e-5, FEW, "#ea580c"),
     TRL: Arm(16, 4e-5, (), "#16a34a"),
 }
