@@ -48,7 +48,7 @@ LEARNING_STEPS = 4
 """Steps from which the prompt predictor learns before pruning is drawn with it."""
 DRAWS = 8
 """Pruning draws of each pair of shares on each window."""
-SHARES: tuple[tuple[float, ...], tuple[Keep, ...]] = (1.0, 0.7, 0.5, 0.3), (1.0, "auto", 0.5, 0.3)
+SHARES: tuple[tuple[float, ...], tuple[Keep, ...]] = (1.0, 0.85, 0.7, 0.5), (1.0, "auto", 0.5, 0.3)
 """Shares of prompts and of completions' tokens."""
 Pair = tuple[float, Keep]
 Samples = list[tuple[float, float]]
@@ -248,7 +248,7 @@ class Report:
             " " * 7 + "".join(f"{c:>8}  " for c in completions).rstrip(),
             *map(str.rstrip, rows),
             f"* best, {'+ configured' if self.configured else 'the configured rules are others than neyman'}",
-            "Variance is estimated as prune/variance_inflation, which was up to 1.5 times too high early in training.",
+            "Variance is estimated as prune/variance_inflation, which was up to 1.3 times too high early in training.",
             "",
             self.conclusion,
         ]

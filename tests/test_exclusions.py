@@ -62,7 +62,7 @@ MEET = {
     "data.max_prompt_tokens>policy.max_positions": ["data.max_prompt_tokens=1537"],
     "longest>policy.max_positions": ["rollout.max_response_tokens=1025"],
     "longest_context>policy.max_positions": ["eval.max_response_tokens=1025"],
-    "pruning.prompts.floor>pruning.prompts.keep": ["pruning.prompts.floor=0.71"],
+    "pruning.prompts.floor>pruning.prompts.keep": ["pruning.prompts.floor=0.86"],
 }
 """Overrides that meet conditions on properties, and on two settings."""
 

@@ -81,7 +81,7 @@ def test_a_smaller_batch_gains_nothing() -> None:
 
 
 def test_shares_are_those_of_the_configuration() -> None:
-    assert own_pair(load_config("configs/quickstart.yaml", ())) == (0.7, "auto")
+    assert own_pair(load_config("configs/quickstart.yaml", ())) == (0.85, "auto")
     assert own_pair(load_config(None, ["pruning.prompts.rule=none", "pruning.completions.keep=0.4"])) == (1.0, 0.4)
     assert own_pair(load_config(None, ["pruning.completions.rule=top_k"])) is None
     assert own_pair(pruned(load_config(None, ["pruning.completions.rule=top_k"]), (0.3, "auto"))) == (0.3, "auto")
@@ -138,7 +138,7 @@ def test_a_probe_prints_finite_figures_and_leaves_weights_and_folder_alone(
     assert len(gains) == 16 and all(math.isfinite(each) and each > 0.0 for each in gains.values())
     assert found["batch"] == 8 and found["seconds"] > 0.0 and 0.0 < found["rollout_share"] < 1.0
     assert gains[tuple(found["best"])] == max(gains.values())
-    assert found["configured"] == [0.7, "auto"]
+    assert found["configured"] == [0.85, "auto"]
 
 
 def test_the_table_marks_the_best_and_the_configured_shares(folder: Path, ranks: RankPool) -> None:

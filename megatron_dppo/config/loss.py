@@ -174,7 +174,7 @@ class PromptPruningConfig(Section):
     function: str | None = None
     """A rule of your own, ``file.py:function`` or ``module:function``, in the place of ``rule``: from candidates, of
     which earlier visits are known, and ``keep`` to inclusion probabilities."""
-    keep: Fraction = 0.7
+    keep: Fraction = 0.85
     """neyman: share of the window that is rolled out, by the tokens that its prompts are expected to take; threshold:
     1 − r, the chance of a low-scored prompt. greso and dynamic_sampling have no budget and do not look at it."""
     floor: Fraction = 0.2

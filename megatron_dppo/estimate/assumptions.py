@@ -58,8 +58,8 @@ class Assumptions:
     """Share of prompts whose answers differ in reward: all that is trained on without a KL term, pruned or not, and
     what dynamic_sampling and greso roll out for. A guess; 1 - ``prune/zero_advantage_fraction`` of a run is better."""
     variance: float | None = None
-    """By how much pruning multiplies the gradient's variance. None: what was measured of the same pruning on two
-    toy tasks (estimate/time.py); ``prune/variance_inflation`` of a run of your own is better."""
+    """By how much pruning multiplies the gradient's variance. None: what was measured of the same pruning on three
+    tasks (estimate/time.py); ``prune/variance_inflation`` of a run of your own is better."""
     low_share: float = 0.5
     """Share of scores below the mean, which the rules called threshold prune. A guess."""
     efficient_share: float = 0.5

@@ -189,7 +189,7 @@ def _efficiency(made: Plan) -> Iterator[str]:
         yield "run's prune/variance_inflation."
         return
     factor, worth = (" to ".join(f"{x:.2f}" for x in sorted({*pair})) for pair in (made.variance, made.efficiency))
-    whence = "measured on two toy tasks" if made.assumptions.variance is None else "assumed"
+    whence = "measured on three tasks" if made.assumptions.variance is None else "assumed"
     yield f"Pruning multiplies the gradient's variance by {factor} ({whence}). So does an unpruned step of as many"
     yield f"fewer prompts, and takes {worth} times as long as the pruned one with this split of the GPUs."
 

@@ -20,8 +20,11 @@ from tests.estimate.test_plan import of, plan
 ARMS = {
     (1.0, 0.5): "completions 0.5 alone",
     (1.0, "auto"): "completions auto alone",
+    (0.85, 1.0): "prompts 0.85 alone",
+    (0.85, "auto"): "0.85 / auto, the default",
+    (0.85, 0.5): "0.85 / 0.5, weights to 10",
     (0.7, 1.0): "prompts 0.7 alone",
-    (0.7, "auto"): "0.7 / auto, the default",
+    (0.7, "auto"): "0.7 / auto, weights to 10",
     (0.7, 0.5): "0.7 / 0.5, weights to 5",
     (0.7, 0.3): "0.7 / 0.3, weights to 10",
     (0.5, 0.3): "0.5 / 0.3, weights to 10",
@@ -32,8 +35,7 @@ ARMS = {
 
 def test_variances_are_those_that_were_measured() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "efficiency.json").read_text(encoding="utf-8"))
-    tasks = {found["figures"]["task"]: found["figures"] for found in stored.values()}
-    stages = [stage for task in ("sums", "word_problems") for stage in tasks[task]["stages"]]
+    stages = [stage for found in stored.values() for stage in found["figures"]["stages"]]
     measured = {keep: [stage["arms"][arm]["variance"] for stage in stages] for keep, arm in ARMS.items()}
     expected = {keep: (round(min(of_all), 2), round(max(of_all), 2)) for keep, of_all in measured.items()}
     assert expected | {(1.0, 1.0): (1.0, 1.0)} == VARIANCES
@@ -59,7 +61,7 @@ def test_a_plan_of_another_shape_has_its_own_seconds() -> None:
 
 def test_a_plan_says_it_in_words_and_as_json() -> None:
     made = plan()
-    assert made.variance == VARIANCES[0.7, "auto"] and made.efficiency is not None
+    assert made.variance == VARIANCES[0.85, "auto"] and made.efficiency is not None
     least, most = made.efficiency
     assert f"takes {least:.2f} to {most:.2f} times as long" in "\n".join(as_text(made))
     assert as_json(made)["efficiency"] == [least, most]
@@ -85,7 +87,7 @@ def test_the_page_tells_what_pruning_is_worth_with_the_best_split_on_either_side
         return found.seconds
 
     made = make_plan(load_config(file, []), assume)
-    prompts = [round(128 / factor) for factor in reversed(VARIANCES[0.7, "auto"])]
+    prompts = [round(128 / factor) for factor in reversed(VARIANCES[0.85, "auto"])]
     fewer = [seconds(f"rollout.prompts_per_step={each}") / made.pruned.seconds for each in prompts]
     assert made.efficiency is not None
     times = f"{made.unpruned.seconds:.0f} | {seconds():.0f}"
@@ -97,7 +99,7 @@ def test_the_page_tells_what_pruning_is_worth_with_the_best_split_on_either_side
 def test_the_page_shows_what_a_plan_prints(name: str) -> None:
 
     line = next(line for line in text_of("docs/scaling.md").splitlines() if line.startswith(f"| `{name}.yaml`"))
-    for cell, (prompts, completions) in zip(line.split("|")[2:5], [(0.7, "auto"), (0.7, 0.5), (0.4, 0.3)], strict=True):
+    for cell, (prompts, completions) in zip(line.split("|")[2:5], [(0.85, "auto"), (1.0, "auto"), (0.4, 0.3)], strict=True):
         words = [f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}", "pruning.max_weight=10"]
         found = make_plan(load_config(str(ROOT / "configs" / f"{name}.yaml"), words), Assumptions()).efficiency
         assert found is not None and re.findall(r"[\d.]+", cell) == [f"{each:.2f}" for each in found]
