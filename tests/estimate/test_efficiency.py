@@ -99,7 +99,9 @@ def test_the_page_tells_what_pruning_is_worth_with_the_best_split_on_either_side
 def test_the_page_shows_what_a_plan_prints(name: str) -> None:
 
     line = next(line for line in text_of("docs/scaling.md").splitlines() if line.startswith(f"| `{name}.yaml`"))
-    for cell, (prompts, completions) in zip(line.split("|")[2:5], [(0.85, "auto"), (1.0, "auto"), (0.4, 0.3)], strict=True):
+    for cell, (prompts, completions) in zip(
+        line.split("|")[2:5], [(0.85, "auto"), (1.0, "auto"), (0.4, 0.3)], strict=True
+    ):
         words = [f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}", "pruning.max_weight=10"]
         found = make_plan(load_config(str(ROOT / "configs" / f"{name}.yaml"), words), Assumptions()).efficiency
         assert found is not None and re.findall(r"[\d.]+", cell) == [f"{each:.2f}" for each in found]
