@@ -51,8 +51,6 @@ COMMANDS = {
         "convert from-hf": "Write a Hugging Face model as a Megatron checkpoint, which every layout loads.",
         "compress": "Make a smaller policy from a larger one.",
         "compress sweep": "Compare smaller policies of several sizes and methods.",
-        "compress fit": "Fit the law of recovery to training curves.",
-        "compress predict": "Predict a smaller policy's loss and its recovery by that law.",
     },
 }
 """All commands with their descriptions, as ``--help`` groups them."""
@@ -80,8 +78,6 @@ OF_MODULES = {
     "init": OfModule("init:add_init_arguments", "init:init_from_arguments"),
     "compress": OfModule("compress.command:add_compress_arguments", "compress.command:compress"),
     "compress sweep": OfModule("compress.command:add_sweep_arguments", "compress.sweep:sweep"),
-    "compress fit": OfModule("compress.law_command:add_fit_arguments", "compress.law_command:fit_law"),
-    "compress predict": OfModule("compress.law_command:add_predict_arguments", "compress.law_command:predict"),
     "export": OfModule("export:add_export_arguments", "export:export"),
 }
 STEPS, LEAST_STEPS = 12, 6

@@ -166,8 +166,6 @@ WAYS = (
         },
         append="--multiple 8",  # tests/compress/test_sweep.py recovers
     ),
-    Way(r"megatron-dppo compress fit \S+ --out \S+", append="--draws 4"),
-    Way(r"megatron-dppo compress predict .*"),
     Way(
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/(run|rewarded) .*",
         append=f"{SMALL} --check",
