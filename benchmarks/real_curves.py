@@ -59,7 +59,7 @@ ARMS = {
     "unpruned, 16 prompts": Arm(44, 4e-5, (*OFF, "rollout.prompts_per_step=16"), "#94a3b8"),
     "pruned, mild": Arm(36, 4.7e-5, MILD, "#2563eb"),
     "pruned, strong": Arm(48, 3.5e-5, FEW, "#ea580c"),
-    TRL: Arm(16, 4e-5, (), "#16a34a"),
+    TRL: Arm(24, 4e-5, (), "#16a34a"),
 }
 Points = list[tuple[float, float]]
 """Seconds of all steps so far, and held-out accuracy."""
