@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shlex
 import socket
 import statistics
 import subprocess
@@ -72,7 +73,7 @@ def finish(figures: Mapping[str, Any], options: argparse.Namespace) -> None:
 def record(figures: Mapping[str, Any]) -> None:
     """Store figures with their origin, under this command, in the script's file of ``benchmarks/results``."""
     script, *words = sys.argv
-    given = " ".join(word for word in words if word not in ("--json", "--record"))
+    given = shlex.join(word for word in words if word not in ("--json", "--record"))
     file = RESULTS / f"{Path(script).stem}.json"
     stored = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     stored[f"{Path(script).name} {given}".strip()] = origin() | {"figures": figures}

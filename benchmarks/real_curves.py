@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ ARMS = {
     "unpruned, 16 prompts": Arm(44, 4e-5, (*OFF, "rollout.prompts_per_step=16"), "#94a3b8"),
     "pruned, mild": Arm(36, 4.7e-5, MILD, "#2563eb"),
     "pruned, strong": Arm(48, 3.5e-5, FEW, "#ea580c"),
-    TRL: Arm(24, 4e-5, (), "#16a34a"),
+    TRL: Arm(16, 4e-5, (), "#16a34a"),
 }
 Points = list[tuple[float, float]]
 """Seconds of all steps so far, and held-out accuracy."""
@@ -188,13 +188,15 @@ def main() -> None:
         seeds=3,
         first_seed=1,
         accuracy=(0.5, "held-out accuracy to be reached"),
+        trl_steps=(ARMS[TRL].steps, "of a run by TRL"),
         picture=(Path, "where to draw the curves"),
     )
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS), metavar="ARM")
-    parser.add_argument("--earlier", nargs="*", type=Path, default=[], help="recorded results, which count as well")
+    parser.add_argument("--earlier", nargs="*", type=Path, default=[], help="recorded runs, which count as well")
     options = parser.parse_args()
+    ARMS[TRL] = replace(ARMS[TRL], steps=options.trl_steps)
     stored = [json.loads(file.read_text(encoding="utf-8")) for file in options.earlier]
-    runs = [run for commands in stored for found in commands.values() for run in found["figures"]["runs"]]
+    runs = [run for commands in stored for run in commands[Path(__file__).name]["figures"]["runs"]]
     words = [CONFIG, *data_of(options), f"model.path={options.folder / 'warm'}", *ASKED]
     folder = Path(tempfile.mkdtemp(prefix="real-curves-"))
     try:

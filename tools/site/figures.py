@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -330,7 +331,7 @@ def pages() -> dict[Path, str]:
 def measure(script: str) -> None:
     """Run all recorded commands of a benchmark again, and record their figures."""
     for command in json.loads((RESULTS / f"{script}.json").read_text(encoding="utf-8")):
-        name, *options = command.split()
+        name, *options = shlex.split(command)
         words = [sys.executable, f"benchmarks/{name}", *options, "--json", "--record"]
         subprocess.run(words, cwd=ROOT, check=True, stdout=sys.stderr)
 
