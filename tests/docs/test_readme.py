@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -102,6 +103,15 @@ def test_no_pruned_arm_is_certainly_faster_to_an_accuracy_as_the_pages_say() -> 
 @pytest.mark.parametrize("said", _said_of_times() + _said_of_the_picture())
 def test_figures_of_runs_are_those_that_are_stored(said: str) -> None:
     assert said in " ".join(text_of(README).split())
+
+
+def test_times_to_an_accuracy_beside_trl_are_those_that_are_stored() -> None:
+    trl, ours = (run["points"] for run in _stored("real_curves")[1]["runs"])
+    assert max(accuracy for _, accuracy in trl) < 0.5
+    (start, low), (end, high) = next(pair for pair in pairwise(ours) if pair[1][1] >= 0.5)
+    reached = start + (end - start) * (0.5 - low) / (high - low)
+    said = f"reached 50% after {reached:.0f} s: at least {trl[-1][0] / reached:.1f} times faster"
+    assert said in " ".join(text_of("docs/runs.md").split())
 
 
 def test_every_run_of_a_seed_is_stored() -> None:
