@@ -16,13 +16,13 @@ each time. TRL's arms came later.
   so is the pruned arm of ``best_time_ratio``.
 - ``equal noise`` is not tuned. It has the learning rate, the prompts and the number of steps of the best unpruned
   batch, with ``pruning.noise=1``. Both train to the end, on ``--equal-noise-seeds``, to compare seconds of whole runs
-  and final accuracies. (On sums, 10 of the 15 were added after the first 5, which had an interval of ±0.053.)
+  and final accuracies. (On sums, 10 and then 5 seeds were added after the first 5, whose interval was ±0.086.)
 - Seconds are s₀·steps + s₁·(tokens generated) + s₂·(tokens trained on), fitted to the wall-clock seconds of all runs in
   the store, so that other work on the machine strikes no arm alone. ``costs.error`` is the mean relative error between
   two evaluations. Evaluations, checkpoints and start-up do not count.
 - **TRL's** GRPOTrainer has arms of its own, tuned in the same way. It has one thread, and counts by its processor's
   seconds. ``over_trl`` compares its best arm with our best pruned arm, seed by seed, in runs at the same time
-  (``--jobs 2``). Ours counts by the wall clock, which is never less.
+  (``--jobs 2``), unless one is in the store already. Ours counts by the wall clock, which is never less.
 - An arm is evaluated after every twentieth of its work, on 400 problems; between evaluations accuracy is interpolated.
 
 Every run is appended to ``--store``. Called again, the script goes on where it was.
