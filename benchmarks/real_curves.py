@@ -10,7 +10,8 @@ in fp32; its policy is saved now and then, and evaluated as the others are.
 Held-out accuracy is the mean over four answers to each problem, sampled as rollouts are. Times to an accuracy are
 interpolated between evaluations. ``time_to_accuracy_ratio`` is that of the unpruned arm over each, the geometric mean
 over the seeds with its 95% interval; None where an arm did not come so far. ``longer_than`` has, for each run that
-ended before, how many times as long as the unpruned one it had taken by then.
+ended before, how many times as long as the unpruned one it had taken by then. ``equal_noise`` compares whole runs:
+``EQUAL_NOISE`` has the learning rate, the prompts and the number of steps of ``LIKE``, with ``pruning.noise=1``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from megatron_dppo.observe.metrics import read_metrics
 HERE = Path(__file__).parent
 CONFIG = "configs/smollm2_steps.yaml"
 TRL, BASELINE = "TRL, 16 prompts", "unpruned, 32 prompts"
+LIKE, EQUAL_NOISE = "unpruned, 16 prompts", "equal noise, 16 prompts"
+SIXTEEN = "rollout.prompts_per_step=16"
 TRL_PROMPTS, SAMPLES, MAX_TOKENS = 16, 8, 40
 ASKED = ("eval.samples=4", "eval.problems=200")
 EVALUATIONS = 4
@@ -56,7 +59,8 @@ class Arm:
 
 ARMS = {
     BASELINE: Arm(24, 5.6e-5, OFF, "#475569"),
-    "unpruned, 16 prompts": Arm(44, 4e-5, (*OFF, "rollout.prompts_per_step=16"), "#94a3b8"),
+    LIKE: Arm(44, 4e-5, (*OFF, SIXTEEN), "#94a3b8"),
+    EQUAL_NOISE: Arm(44, 4e-5, ("pruning.noise=1", SIXTEEN), "#7c3aed"),
     "pruned, mild": Arm(36, 4.7e-5, MILD, "#2563eb"),
     "pruned, strong": Arm(48, 3.5e-5, FEW, "#ea580c"),
     TRL: Arm(16, 4e-5, (), "#16a34a"),
@@ -82,16 +86,17 @@ def by_us(own: Arm, words: Sequence[str], seed: int, folder: Path) -> list[dict[
 
 def by_trl(options: argparse.Namespace, seed: int, folder: Path) -> list[dict[str, float]]:
     """The rows of a training by TRL's GRPOTrainer: a step's seconds, and the accuracy where it was saved."""
-    own, every = ARMS[TRL], ARMS[TRL].steps // EVALUATIONS
+    steps = options.trl_steps
+    every = steps // EVALUATIONS
     settings = {"output_dir": str(folder), "save_strategy": "steps", "save_steps": every, "save_only_model": True}
     asked: dict[str, object] = {"policy": str(options.folder / "warm"), "pool": str(options.folder / "train.jsonl")}
-    asked |= {"prompts": TRL_PROMPTS, "samples": SAMPLES, "max_response_tokens": MAX_TOKENS, "steps": own.steps}
-    asked |= {"batch": 16, "lr": own.lr, "threads": 2, "reward": "calculation"}
+    asked |= {"prompts": TRL_PROMPTS, "samples": SAMPLES, "max_response_tokens": MAX_TOKENS, "steps": steps}
+    asked |= {"batch": 16, "lr": ARMS[TRL].lr, "threads": 2, "reward": "calculation"}
     asked |= {"settings": settings | {"seed": seed, "bf16": True}}
     watched = Process(TRL, [trl_python(), str(HERE / "trl_run.py"), json.dumps(asked)], folder.with_suffix(".log"))
     try:
         watched.heard()
-        for _ in range(own.steps):
+        for _ in range(steps):
             watched.take_step()
         watched.process.wait(timeout=600)
     finally:
@@ -155,7 +160,28 @@ def compared(runs: Sequence[dict[str, Any]], name: str, accuracy: float) -> dict
             for seed, first, found in zip(seeds, times[BASELINE], times[name], strict=True)
             if first and not found
         ],
-        "seconds_per_step": statistics.fmean(each[-1][0] for each in own.values()) / ARMS[name].steps,
+        "seconds_per_step": statistics.fmean(
+            run["points"][-1][0] / run.get("steps", ARMS[name].steps) for run in runs if run["arm"] == name
+        ),
+    }
+
+
+def at_equal_noise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds and final accuracies of whole runs, over the seeds that both arms have."""
+    ends = {
+        name: {run["seed"]: run["points"][-1] for run in runs if run["arm"] == name} for name in (EQUAL_NOISE, LIKE)
+    }
+    pairs = [(ends[EQUAL_NOISE][seed], end) for seed, end in ends[LIKE].items() if seed in ends[EQUAL_NOISE]]
+    if not pairs:
+        return {}
+    mean, reach = mean_and_reach([own[1] - like[1] for own, like in pairs])
+    ratio = paired_ratio(*([pair[arm][0] for pair in pairs] for arm in (1, 0)))
+    return {
+        "equal_noise": {
+            "run_ratio": ratio,
+            "final_accuracy_difference": mean,
+            "reach": reach if len(pairs) > 1 else None,
+        }
     }
 
 
@@ -194,7 +220,6 @@ def main() -> None:
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS), metavar="ARM")
     parser.add_argument("--earlier", nargs="*", type=Path, default=[], help="recorded runs, which count as well")
     options = parser.parse_args()
-    ARMS[TRL] = replace(ARMS[TRL], steps=options.trl_steps)
     stored = [json.loads(file.read_text(encoding="utf-8")) for file in options.earlier]
     runs = [run for commands in stored for run in commands[Path(__file__).name]["figures"]["runs"]]
     words = [CONFIG, *data_of(options), f"model.path={options.folder / 'warm'}", *ASKED]
@@ -204,7 +229,7 @@ def main() -> None:
             for number, name in enumerate(options.arms):
                 place = folder / f"{number}-{seed}"
                 rows = by_trl(options, seed, place) if name == TRL else by_us(ARMS[name], words, seed, place)
-                runs.append({"arm": name, "seed": seed, "points": list(points_of(rows))})
+                runs.append({"arm": name, "seed": seed, "steps": rows[-1]["step"], "points": list(points_of(rows))})
                 print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     finally:
         shutil.rmtree(folder)
@@ -212,7 +237,7 @@ def main() -> None:
         draw(runs, options.picture)
     names = [name for name in ARMS if any(run["arm"] == name for run in runs)]
     arms = {name: compared(runs, name, options.accuracy) for name in names}
-    finish({"accuracy": options.accuracy, "arms": arms, "runs": runs}, options)
+    finish({"accuracy": options.accuracy, "arms": arms, **at_equal_noise(runs), "runs": runs}, options)
 
 
 if __name__ == "__main__":

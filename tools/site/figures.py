@@ -232,8 +232,8 @@ def curves() -> Iterator[str]:
         ("learning rate", "s/step", "steps", "accuracy [%]", "to 50% [s]", f"times faster than {benchmark.BASELINE}"),
     )
     yield "|---" * 7 + "|"
-    for name, arm in benchmark.ARMS.items():
-        found = benchmark.compared(runs, name, 0.5)
+    for name in dict.fromkeys(run["arm"] for run in runs):
+        arm, found = benchmark.ARMS[name], benchmark.compared(runs, name, 0.5)
         times, ratio = found["seconds_to_accuracy"], found["time_to_accuracy_ratio"]
         taken = "not reached" if None in times else f"{statistics.geometric_mean(times):.0f}"
         faster = "" if not ratio else "1" if name == benchmark.BASELINE else "{:.2f} [{:.2f}, {:.2f}]".format(
@@ -291,9 +291,10 @@ def _with_reach(found: dict[str, Any]) -> str:
     return f"{found['efficiency']:.2f} ± {(high - low) / 2:.2f}"
 
 
-def times() -> Iterator[str]:
+def times(task: str) -> Iterator[str]:
     """Seconds to an accuracy, the fastest arm first."""
-    (found,) = (each["figures"] for name, each in stored().items() if name.startswith("time_to_accuracy.py --jobs"))
+    commands = (each["figures"] for name, each in stored().items() if name.startswith("time_to_accuracy.py"))
+    (found,) = (figures for figures in commands if figures["task"] == task)
     yield f"| arm | learning rate | to {found['accuracy']:.0%} [s] | times faster than {found['control']} |"
     yield "|---|---|---|---|"
     for name, arm in sorted(found["arms"].items(), key=lambda each: each[1]["seconds"]):
@@ -313,7 +314,8 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "curves": curves,
     "errors": errors,
     "group_size": group_size,
-    "times": times,
+    "times_sums": partial(times, "sums"),
+    "times_word_problems": partial(times, "word_problems"),
 }
 
 
