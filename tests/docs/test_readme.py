@@ -23,7 +23,7 @@ def _stored(script: str) -> list[dict[str, Any]]:
     return [found["figures"] for found in json.loads((RESULTS / f"{script}.json").read_text()).values()]
 
 
-TIMES: dict[str, Any] = _stored("time_to_accuracy")[0]
+TIMES: dict[str, Any] = {found["task"]: found for found in _stored("time_to_accuracy")}
 EFFICIENCY: dict[str, Any] = {task["task"]: task for task in _stored("efficiency")}
 REAL: list[dict[str, Any]] = _stored("real_curves")[0]["runs"]
 ROW = re.compile(r"^.*\|.*$", re.MULTILINE)
@@ -51,12 +51,14 @@ def test_it_is_short_and_plain() -> None:
 
 def _said_of_times() -> list[str]:
     """What the README has to say of the time to an accuracy."""
-    found = TIMES["final_accuracy_difference"]
-    low, high = found["interval"]
-    difference = f"{found['difference']:.3f} ± {(high - low) / 2:.3f}".replace("-", "−")
+    differences = []
+    for found in (times["final_accuracy_difference"] for times in TIMES.values()):
+        low, high = found["interval"]
+        differences.append(f"{found['difference']:.3f} ± {(high - low) / 2:.3f} ({found['seeds']} seeds)")
+    ratios = [f"{times['equal_noise_run_ratio']['ratio']:.2f}" for times in TIMES.values()]
     return [
-        f"a whole toy run is {TIMES['equal_noise_run_ratio']['ratio']:.2f} times faster",
-        f"differs by {difference} ({found['seeds']} seeds)",
+        f"whole runs of two toy tasks are {' and '.join(ratios)} times faster",
+        f"differs by {' and '.join(differences)}".replace("-", "−"),
     ]
 
 
@@ -95,9 +97,21 @@ def test_efficiency_is_told_as_it_is_stored() -> None:
     assert "{:.2f} and {:.2f} times".format(*real) in measured and "{:.2f} and {:.2f} times".format(*real) in advice
 
 
-def test_no_pruned_arm_is_certainly_faster_to_an_accuracy_as_the_pages_say() -> None:
-    pruned = [name for name in TIMES["arms"] if not name.startswith("unpruned")]
-    assert all(TIMES["arms"][name]["time_ratio"]["interval"][0] < 1 for name in pruned)
+@pytest.mark.parametrize("task", TIMES)
+def test_no_pruned_arm_is_certainly_faster_to_an_accuracy_as_the_pages_say(task: str) -> None:
+    arms = TIMES[task]["arms"]
+    assert all(arm["time_ratio"]["interval"][0] < 1 for name, arm in arms.items() if not name.startswith("unpruned"))
+
+
+@pytest.mark.parametrize("prompts", (8, 16))
+def test_the_default_over_both_tasks_is_as_fast_as_the_page_says(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from harness import paired_ratio
+
+    names = (f"unpruned, {prompts} prompts", "default, 32 prompts")
+    ratio = paired_ratio(*([s for each in TIMES.values() for s in each["arms"][n]["seconds_by_seed"]] for n in names))
+    said = "{:.2f} [{:.2f}, {:.2f}] times faster than {}".format(ratio["ratio"], *ratio["interval"], prompts)
+    assert said in " ".join(text_of("docs/pruning_measured.md").split())
 
 
 @pytest.mark.parametrize("said", _said_of_times() + _said_of_the_picture())
@@ -114,10 +128,18 @@ def test_times_to_an_accuracy_beside_trl_are_those_that_are_stored() -> None:
     assert said in " ".join(text_of("docs/runs.md").split())
 
 
-def test_every_run_of_a_seed_is_stored() -> None:
-    runs = map(json.loads, (RESULTS / "time_to_accuracy_sums.jsonl").read_text().splitlines())
+def test_whole_runs_at_equal_noise_are_those_that_are_stored() -> None:
+    ends = {(run["arm"], run["seed"]): run["points"][-1] for run in _stored("real_curves")[2]["runs"]}
+    ratios = [ends["unpruned, 16 prompts", seed][0] / ends["equal noise, 16 prompts", seed][0] for seed in (2, 3)]
+    said = "{:.2f} and {:.2f} times faster on seeds 2 and 3".format(*ratios)
+    assert said in " ".join(text_of("docs/runs.md").split())
+
+
+@pytest.mark.parametrize("task", TIMES)
+def test_every_run_of_a_seed_is_stored(task: str) -> None:
+    runs = map(json.loads, (RESULTS / f"time_to_accuracy_{task}.jsonl").read_text().splitlines())
     seeds = {(run["arm"], run["lr"], run["seed"]) for run in runs}
-    assert {(name, arm["lr"], seed) for name, arm in TIMES["arms"].items() for seed in range(1, 6)} <= seeds
+    assert {(name, arm["lr"], seed) for name, arm in TIMES[task]["arms"].items() for seed in range(1, 6)} <= seeds
 
 
 def test_planned_figures_are_the_planner_s() -> None:

@@ -295,7 +295,7 @@ def times(task: str) -> Iterator[str]:
     """Seconds to an accuracy, the fastest arm first."""
     commands = (each["figures"] for name, each in stored().items() if name.startswith("time_to_accuracy.py"))
     (found,) = (figures for figures in commands if figures["task"] == task)
-    yield f"| arm | learning rate | to {found['accuracy']:.0%} [s] | times faster than {found['control']} |"
+    yield f"| arm | learning rate | to {100 * found['accuracy']:g}% [s] | times faster than {found['control']} |"
     yield "|---|---|---|---|"
     for name, arm in sorted(found["arms"].items(), key=lambda each: each[1]["seconds"]):
         low, high = arm["time_ratio"]["interval"]
