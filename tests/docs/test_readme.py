@@ -103,6 +103,11 @@ def test_no_pruned_arm_is_certainly_faster_to_an_accuracy_as_the_pages_say(task:
     assert all(arm["time_ratio"]["interval"][0] < 1 for name, arm in arms.items() if not name.startswith("unpruned"))
 
 
+@pytest.mark.parametrize("name", ("threshold (DPPO's paper), 32 prompts", "dynamic sampling (DAPO), 32 prompts"))
+def test_rules_that_the_page_calls_slower_on_sums_are_certainly_slower(name: str) -> None:
+    assert TIMES["sums"]["arms"][name]["time_ratio"]["interval"][1] < 1
+
+
 @pytest.mark.parametrize("prompts", (8, 16))
 def test_the_default_over_both_tasks_is_as_fast_as_the_page_says(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
