@@ -5,8 +5,8 @@
 Rooms stand on floors, and imports go down or stay on a floor. ``circles`` counts the groups of files that import each
 other, ``upward_imports`` the imports from a lower floor to a higher one. A line of code is one that is neither blank
 nor a comment nor part of a docstring. ``package_code_lines_without_rehearse`` leaves out the room of the GPU's
-rehearsals, ``trainer_code_lines`` also those of ``BESIDE``. ``functions_over_60`` counts functions of more than 60
-lines of code. Docstrings are also those of attributes. Imports within functions count like all others.
+rehearsals, ``trainer_code_lines`` also those of ``BESIDE``. Docstrings are also those of attributes. Imports within
+functions count like all others.
 
 ``types_on_the_way`` counts the types that a prompt passes on its way to its gradient, by the annotations of a run with
 the local engine: dataclasses, named tuples, typed dicts, protocols with fields, and named tuple or dict types. A
@@ -215,12 +215,6 @@ def measure(root: Path = ROOT) -> dict[str, float]:
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     code = {name: lines_with_code(source, trees[name]) for name, source in sources.items()}
     lengths = [len(source.splitlines()) for source in sources.values()]
-    functions = [
-        sum(node.lineno <= line <= (node.end_lineno or 0) for line in code[name])
-        for name, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
     said = [node.value.value for tree in trees.values() for node in docstrings(tree)]
     classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     pairs = set(imports(files))
@@ -240,7 +234,6 @@ def measure(root: Path = ROOT) -> dict[str, float]:
         "files_under_40_lines": sum(length < 40 for length in lengths),
         "circles": len(circles(pairs)),
         "upward_imports": len(upward(pairs)),
-        "functions_over_60": sum(length > 60 for length in functions),
         "docstrings_beginning_of_or_what": sum(bool(re.match(r"\W*(?:Of|What)\b", text)) for text in said),
         "types_on_the_way": len(types_on_the_way(root)),
         "class_names_twice": sum(count > 1 for count in classes.values()),

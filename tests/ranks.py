@@ -84,7 +84,7 @@ def in_turn_on_a_rank(rank: int, size: int, calls: tuple[tuple[Any, ...], ...]) 
 
 
 def forks() -> Any:
-    """Processes that are forked from one which has imported everything. ``tests/mutants.py`` has done so itself."""
+    """Processes that are forked from one which has imported everything."""
     context: Any = multiprocessing.get_context(os.environ.get("RANKS_ARE", "forkserver"))
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload([*IMPORTED])

@@ -12,7 +12,7 @@ import pytest
 from megatron_dppo.estimate.assumptions import GIB, read_assumptions
 from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.settings import load_config
-from tests.docs.documents import ROOT, prose, text_of
+from tests.docs.documents import ROOT, text_of
 
 README = "README.md"
 RESULTS = ROOT / "benchmarks/results"
@@ -26,27 +26,6 @@ def _stored(script: str) -> list[dict[str, Any]]:
 TIMES: dict[str, Any] = {found["task"]: found for found in _stored("time_to_accuracy")}
 EFFICIENCY: dict[str, Any] = {task["task"]: task for task in _stored("efficiency")}
 REAL: list[dict[str, Any]] = _stored("real_curves")[0]["runs"]
-ROW = re.compile(r"^.*\|.*$", re.MULTILINE)
-LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-
-
-def _cells() -> list[str]:
-    rows = [row.strip("| ") for row in ROW.findall(prose(README)) if not re.fullmatch(r"[-| :]+", row)]
-    return [LINK.sub(r"\1", cell).strip() for row in rows for cell in row.split("|")]
-
-
-def _sentences() -> list[str]:
-    """Those of paragraphs and of lists; a picture's text alternative is one paragraph."""
-    text = LINK.sub(r"\1", ROW.sub("", prose(README)))
-    blocks = re.split(r"\n\s*\n|\n(?=[-#>] )", text)
-    return [part for block in blocks for part in re.split(r"(?<=[.?!:])\**\s+", " ".join(block.split())) if part]
-
-
-def test_it_is_short_and_plain() -> None:
-    assert len(text_of(README).split()) <= 900
-    assert [sentence for sentence in _sentences() if len(sentence.split()) > 30] == []
-    assert [cell for cell in _cells() if len(cell.split()) > 20] == []
-    assert [text for text in (*_sentences(), *_cells()) if re.match(r"\W*(Of|What) ", text)] == []
 
 
 def _said_of_times() -> list[str]:
