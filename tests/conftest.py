@@ -1,11 +1,18 @@
-"""What all tests share: ranks, a disk that is soon full, and the settings of hypothesis."""
+"""Fixtures that all tests share. A module sets a constant to choose other arguments for one of them.
+
+| constant of the module | fixture | default |
+|---|---|---|
+| ``POLICY``, a function of a folder | ``policy`` | ``write_policy`` |
+| ``REWARD``, ``REWARD_TIMEOUT_S`` | ``workers``, ``fresh_workers`` | ``math``, 20 |
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,13 +51,85 @@ LONGEST = [
 # A shell has what it starts in the background ignore Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-if os.environ.get("CI"):  # people look for new cases, a change that is about to land is held against known ones
-    hypothesis.settings.load_profile("repeatable")
+# Every run draws the same examples, and no clock decides: a busy machine is no failure.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    return RankPool()
+
+
+@pytest.fixture(scope="session")
+def write_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Path], object]], Path]:
+    """Return the folder that a writer filled: a function of a folder, or a ``partial`` of one. Equal writers share it."""
+    folders: dict[object, Path] = {}
+
+    def folder_of(writer: Callable[[Path], object]) -> Path:
+        key: object = writer
+        if isinstance(writer, partial):
+            key = (writer.func, writer.args, tuple(sorted(writer.keywords.items())))
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("policy") / "qwen3"
+            writer(folders[key])
+        return folders[key]
+
+    return folder_of
+
+
+@pytest.fixture(scope="module")
+def policy(request: pytest.FixtureRequest, write_once: Callable[[Callable[[Path], object]], Path]) -> Path:
+    """A folder of a small random policy, which other modules may share: read only."""
+    from tests.policies import write_policy
+
+    return write_once(getattr(request.module, "POLICY", write_policy))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """A tokenizer of single characters, of at most 512 tokens."""
+    from megatron_dppo.data.tokenizer import load_tokenizer
+    from megatron_dppo.init import character_tokenizer, write_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def workers(request: pytest.FixtureRequest) -> Iterator[object]:
+    """One reward worker, shared by the tests of a module."""
+    yield from _workers(request.module)
+
+
+@pytest.fixture
+def fresh_workers(request: pytest.FixtureRequest) -> Iterator[object]:
+    """One reward worker that has scored nothing yet."""
+    yield from _workers(request.module)
+
+
+def _workers(module: object) -> Iterator[object]:
+    from megatron_dppo.rewards.workers import RewardWorkers
+
+    timeout_s = getattr(module, "REWARD_TIMEOUT_S", 20.0)
+    pool = RewardWorkers(getattr(module, "REWARD", "math"), workers=1, timeout_s=timeout_s)
+    pool.wait_ready()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def http() -> Iterator[object]:
+    from megatron_dppo.rollout.servers.http import Http
+
+    http = Http()
+    yield http
+    http.close()
 
 
 @pytest.fixture
@@ -65,8 +144,3 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small file system needs root")
     yield place
     subprocess.run(["umount", place], check=True)
-
-
-@pytest.fixture(scope="session")
-def ranks() -> RankPool:
-    return RankPool()

@@ -24,6 +24,7 @@ from megatron_dppo.config import (
 from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.settings import load_config
 from megatron_dppo.train import Trainer
 from tests.policies import write_policy
 
@@ -40,6 +41,7 @@ Rows = list[dict[str, Any]]
 
 def write_run(folder: Path) -> Path:
     """A policy, and reward functions that tell samples of a prompt apart, or do not."""
+    folder.mkdir(exist_ok=True)
     write_policy(folder / "hf", layers=2)
     write_tokenizer(character_tokenizer(), folder / "hf", max_tokens=128)
     for name, reward in (("mixed", MIXED), ("equal", EQUAL)):
@@ -65,6 +67,24 @@ def configure(
         optimizer=OptimizerConfig(lr=1e-3),
         eval=EvalConfig(every=2, problems=4),
     )
+
+
+def small_run(folder: Path, run: Path, *overrides: str) -> Config:
+    """Return the settings of five steps of 8 prompts x 3 completions on sums, with a checkpoint after step 3.
+
+    Args:
+        folder: written by ``write_run``: the policy and the reward functions.
+        run: the run's own folder.
+        overrides: further settings, ``a.b=c`` as on the command line.
+    """
+    settings = f"""
+    run.dir={run} run.steps=5 run.checkpoint_every={SAVED} run.export=false model.path={folder / "hf"}
+    data.chat_template=false data.max_prompt_tokens=24 data.arithmetic.problems=16 data.arithmetic.eval_problems=4
+    rollout.prompts_per_step=8 rollout.samples_per_prompt=3 rollout.max_response_tokens=9 rollout.sync.check_every=3
+    reward.function={folder / "mixed"}.py:compute_score pack.max_tokens=256 optimizer.lr=1e-3
+    eval.every=2 eval.problems=4
+    """
+    return load_config(None, [*settings.split(), *overrides])
 
 
 def begin_run(config: Config, trainer: type[Trainer], to_close: ExitStack) -> Trainer:
