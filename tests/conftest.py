@@ -67,7 +67,7 @@ def ranks() -> RankPool:
 
 @pytest.fixture(scope="session")
 def write_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[[Path], object]], Path]:
-    """Return the folder that a writer filled: a function of a folder, or a ``partial`` of one. Equal writers share it."""
+    """Return the folder that a writer (a function of a folder, or a ``partial``) filled. Equal writers share it."""
     folders: dict[object, Path] = {}
 
     def folder_of(writer: Callable[[Path], object]) -> Path:
