@@ -49,7 +49,7 @@ from megatron_dppo.sft import sft
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.learner import PolicyLoss
 from tests.rl.integration import FixedOffset, outcomes
-from tests.runs import begin_run
+from tests.small_runs import begin_run
 
 PROMPTS, SAMPLES, LIMIT = 12, 4, 32
 HALF_WAY = 8

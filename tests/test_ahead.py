@@ -27,7 +27,7 @@ from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import Trainer, train
 from tests.ranks import RankPool
-from tests.runs import SAVED, Rows, begin_run, configure, rows, write_run
+from tests.small_runs import SAVED, Rows, begin_run, configure, rows, write_run
 
 ONE, TP2 = LayoutConfig(dp=1), LayoutConfig(tp=2, dp=1)
 

@@ -44,7 +44,7 @@ from megatron_dppo.rl.pruning.completion_rules import CompletionCandidates
 from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates
 from megatron_dppo.rollout.local import LocalEngine
 from tests.commands import run_script
-from tests.runs import configure, write_run
+from tests.small_runs import configure, write_run
 
 
 def test_a_run_with_ones_own_functions_tells_of_every_step_and_is_evaluated(tmp_path: Path):

@@ -11,7 +11,7 @@ from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.sft import sft
 from megatron_dppo.train import train
 from tests.ranks import RankPool
-from tests.runs import Rows, configure, rows, write_run
+from tests.small_runs import Rows, configure, rows, write_run
 
 STEPS = 3
 

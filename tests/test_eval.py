@@ -14,7 +14,7 @@ import pytest
 
 from megatron_dppo.cli import main
 from tests.commands import Command
-from tests.runs import write_run
+from tests.small_runs import write_run
 
 LIMIT_S = 120.0
 SETTINGS = (

@@ -17,7 +17,7 @@ from megatron_dppo.report.run import read_run
 from megatron_dppo.settings import as_yaml, load_config
 from tests.bridge.conversions import same, to_megatron, weights
 from tests.report.made_up import write_run
-from tests.runs import write_run as write_with_tokenizer
+from tests.small_runs import write_run as write_with_tokenizer
 
 PRIVATE = (
     "model.path=/home/somebody/models/Qwen3-4B",

@@ -31,7 +31,7 @@ from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import Trainer, train
 from megatron_dppo.trainer.preflight import preflight
 from tests.ranks import RankPool
-from tests.runs import begin_run, configure, rows, write_run
+from tests.small_runs import begin_run, configure, rows, write_run
 from tests.test_pruned_runs import die
 
 ONE, TWO = LayoutConfig(dp=1), LayoutConfig(dp=2)

@@ -31,7 +31,7 @@ from megatron_dppo.probe_batch import (
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts
 from tests.ranks import RankPool
-from tests.runs import configure, write_run
+from tests.small_runs import configure, write_run
 
 STEPS = 6
 

@@ -13,7 +13,7 @@ from megatron_dppo.cli import main
 from megatron_dppo.config import Config, LayoutConfig, ProbeConfig, RolloutConfig, replace
 from megatron_dppo.probe_tree import probe_tree
 from tests.ranks import RankPool
-from tests.runs import configure, write_run
+from tests.small_runs import configure, write_run
 
 REWARD = """
 def first(data_source, solution_str, ground_truth, extra_info=None):

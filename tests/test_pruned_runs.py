@@ -21,7 +21,7 @@ from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts
 from megatron_dppo.train import Trainer, train
 from tests.ranks import RankPool
-from tests.runs import REWARD, begin_run, configure, rows, write_run
+from tests.small_runs import REWARD, begin_run, configure, rows, write_run
 
 ONE, TP2 = LayoutConfig(dp=1), LayoutConfig(tp=2, dp=1)
 HALF_EQUAL = "len(solution_str) % 3 if int(ground_truth) % 2 else 1.0"

@@ -23,7 +23,7 @@ from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.train import train
 from megatron_dppo.trainer.learner import Learner
 from tests.ranks import RankPool
-from tests.runs import REWARD, configure, rows, write_run
+from tests.small_runs import REWARD, configure, rows, write_run
 
 TP2 = LayoutConfig(tp=2, dp=1)
 

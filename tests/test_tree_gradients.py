@@ -42,7 +42,7 @@ from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.learner import PolicyLoss
 from tests.ranks import RankPool
-from tests.runs import begin_run
+from tests.small_runs import begin_run
 
 PROMPTS, SAMPLES, STEPS = 32, 8, 40
 REWARD = """

@@ -26,7 +26,7 @@ from megatron_dppo.settings import as_yaml
 from megatron_dppo.train import train
 from tests.commands import Command
 from tests.ranks import RankPool
-from tests.runs import configure, write_run
+from tests.small_runs import configure, write_run
 
 ALONE = {"WANDB_MODE": "offline", "HOME": "/nowhere"}
 """No account is found."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.train import train
 from tests.ranks import RankPool
-from tests.runs import configure, write_run
+from tests.small_runs import configure, write_run
 
 
 def _train(rank: int, size: int, config: Config) -> None:

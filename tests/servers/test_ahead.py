@@ -23,8 +23,8 @@ from megatron_dppo.settings import load_config
 from tests import recorded
 from tests.ledger import Event, events, trained
 from tests.ranks import RankPool
-from tests.runs import MIXED, REWARD, Rows, rows
 from tests.servers.real import Kind, RealServer, RealServers
+from tests.small_runs import MIXED, REWARD, Rows, rows
 
 pytestmark = pytest.mark.servers
 

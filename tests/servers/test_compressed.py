@@ -18,9 +18,9 @@ from megatron_dppo.rollout.servers.launch import SECRET
 from tests.commands import Command
 from tests.compress.test_asking import rewards
 from tests.ranks import RankPool
-from tests.runs import rows
 from tests.servers.real import FIRST_PORT, Kind, RealServers
 from tests.servers.test_training import AGREES, QUICKSTART, REWARD, SETTINGS
+from tests.small_runs import rows
 
 pytestmark = pytest.mark.servers
 

@@ -15,9 +15,9 @@ from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.conversation_checks import UnusableError
 from megatron_dppo.rollout.conversation_functions import _sampling_params, completion_of_samples, conversation_of
 from megatron_dppo.rollout.engine import Sampling
-from tests.runs import rows
 from tests.servers.real import Kind, RealServer, RealServers
 from tests.servers.test_training import AGREES, Start, ended, finish, given, start  # noqa: F401
+from tests.small_runs import rows
 
 FILE = Path(__file__).parent / "calculator.py"
 TOOL, FIRST_TURN = "=7\n", 6

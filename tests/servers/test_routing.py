@@ -8,9 +8,9 @@ import pytest
 
 from megatron_dppo.init import write_model
 from megatron_dppo.models.routing import REPLACED
-from tests.runs import Rows
 from tests.servers.real import launch_settings
 from tests.servers.test_training import Start, finish, start
+from tests.small_runs import Rows
 
 pytestmark = pytest.mark.servers
 

@@ -22,9 +22,9 @@ from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from tests.commands import Command
 from tests.rollout.scripted import world_of
-from tests.runs import rows
 from tests.servers.real import FIRST_PORT, PYTHONS, SGLANG_ON_CPU, WAIT_S, RealServers
 from tests.servers.test_training import QUICKSTART, REWARD, SETTINGS
+from tests.small_runs import rows
 
 pytestmark = pytest.mark.servers
 

@@ -25,8 +25,8 @@ from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.commands import Command
 from tests.policies import SCALED
-from tests.runs import Rows, rows
 from tests.servers.real import Kind, RealServer, launch_settings
+from tests.small_runs import Rows, rows
 
 pytestmark = pytest.mark.servers
 

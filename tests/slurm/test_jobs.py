@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import rows
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.jobs import ROOT, Job, Submitter, one_sglang_server
+from tests.small_runs import rows
 
 pytestmark = pytest.mark.slurm
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import rows
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.jobs import ENDED, ROOT, WAIT_S, Job, Submitter, one_sglang_server
+from tests.small_runs import rows
 
 pytestmark = pytest.mark.slurm
 

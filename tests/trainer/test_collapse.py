@@ -12,7 +12,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.collapse import CollapseGuard
 from tests.ranks import RankPool
-from tests.runs import begin_run, configure, rows, write_run
+from tests.small_runs import begin_run, configure, rows, write_run
 
 TP2 = LayoutConfig(tp=2, dp=1)
 

@@ -14,7 +14,7 @@ from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.train import train
 from megatron_dppo.trainer.functions import engine_maker, objective_of
 from tests.ranks import RankPool
-from tests.runs import configure, rows, write_run
+from tests.small_runs import configure, rows, write_run
 
 FILE = """
 import torch

@@ -13,7 +13,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import check_config
 from tests.commands import Command
-from tests.runs import write_run
+from tests.small_runs import write_run
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megatron_dppo.settings import settings
 from megatron_dppo.trainer.resume import OF_THE_START, Change
 from tests.commands import Command
 from tests.policies import write_policy
-from tests.runs import MIXED, REWARD
+from tests.small_runs import MIXED, REWARD
 
 START = (
     "run.steps=1", "run.checkpoint_every=1", "run.export=false", "layout.tp=1", "layout.dp=1", "data.train=arithmetic",

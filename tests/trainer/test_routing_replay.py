@@ -17,7 +17,7 @@ from megatron_dppo.rl.types import Group
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import trains, write_family
 from tests.ranks import RankPool
-from tests.runs import configure, rows, write_run
+from tests.small_runs import configure, rows, write_run
 from tests.steps import VOCAB, build, config_for, held_by, plan_for, step_of_groups, weights_of
 from tests.test_ahead import Mortal, die, live
 from tests.test_split_invariance import ONE, Update, assert_same_update, size_of

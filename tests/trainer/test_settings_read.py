@@ -18,7 +18,7 @@ from megatron_dppo.sft import sft
 from megatron_dppo.train import train
 from megatron_dppo.trainer.run_logger import idle_settings
 from tests.ranks import RankPool
-from tests.runs import write_run
+from tests.small_runs import write_run
 
 SMALL = (
     "run.steps=2", "run.checkpoint_every=1", "run.export=false", "layout.dp=1", "data.chat_template=false",
