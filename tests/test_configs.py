@@ -12,7 +12,6 @@ from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.estimate.search import SPARE, search
-from megatron_dppo.evaluation.benchmarks import BENCHMARKS
 from megatron_dppo.models.shape import PUBLISHED, check_layout
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import check_config, preflight
@@ -52,15 +51,6 @@ def test_a_published_model_s_file_is_nearly_the_fastest_on_its_gpus(file: Path) 
     fastest = search(config, Assumptions(), plan.placement.gpus).fastest
     assert fastest is not None and plan.pruned.seconds <= 1.05 * fastest.seconds, fastest
     assert plan.actor.total <= (1 - SPARE) * plan.actor.room
-
-
-@pytest.mark.parametrize("file", PUBLISHED_FILES, ids=lambda file: file.stem)
-def test_a_published_model_s_file_prunes_packs_and_evaluates_on_six_benchmarks(file: Path) -> None:
-    config = of(file)
-    assert config.pruning.prompts.rule == config.pruning.completions.rule == "neyman"
-    assert config.model.dtype == "bf16" and config.optimizer.distributed
-    assert config.layout.sequence_parallel == (config.layout.tp > 1)
-    assert list(config.eval.benchmarks) == list(BENCHMARKS)
 
 
 def test_an_absent_benchmark_is_named_with_what_to_do(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from megatron_dppo.config import BranchConfig, Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config, nearest, settings
-from megatron_dppo.trainer.preflight import check_config
 
 
 def _write(folder: Path, text: str) -> str:
@@ -255,31 +254,6 @@ def test_a_value_that_no_run_could_use_names_the_setting_and_the_problem(overrid
     error = _refused([override])
     assert error.setting == override.partition("=")[0]
     assert error.problem.startswith(problem)
-
-
-TREE = "rollout.tree.branches=[{at: 200}]"
-
-
-@pytest.mark.parametrize(
-    ("override", "setting"),
-    [
-        ("rollout.samples_per_prompt=9", "rollout.samples_per_prompt"),
-        ("rollout.samples_per_prompt=2", "rollout.samples_per_prompt"),
-        ("rollout.tree.roots=3", "rollout.samples_per_prompt"),
-        ("rollout.tree.depths=[0, 2]", "rollout.tree.depths"),
-        ("rollout.max_response_tokens=200", "rollout.tree.branches"),
-    ],
-)
-def test_a_tree_that_settings_do_not_fit_is_refused(override: str, setting: str) -> None:
-    wide = ["loss.name=dr_grpo", TREE, "rollout.tree.depths=[0, 1]"]
-    check_config(load_config(None, [*wide, "rollout.max_response_tokens=201"]))
-    with pytest.raises(UserError) as caught:
-        check_config(load_config(None, [*wide, override]))
-    assert caught.value.setting == setting
-
-
-def test_a_tree_is_of_no_concern_where_nothing_is_trained() -> None:
-    check_config(load_config(None, [TREE, "loss.name=grpo"]), "eval")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from gguf.quants import dequantize, quantize
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatron_dppo.rewards.math.verdict import math_verdict
 from tools.smollm2 import model, problems
 
 ROWS = {split: list(problems.problems(split, 400, set())) for split in problems.LANGUAGE}
@@ -38,41 +36,6 @@ def test_the_worked_answer_of_several_steps_makes_the_label_of_the_questions_num
         assert {*re.findall(r"\d+", calculation)} == {*re.findall(r"\d+", question(row))}, row
 
 
-def test_a_clause_has_the_numbers_of_its_calculation() -> None:
-    for form, clauses in problems.CLAUSES.items():
-        for clause in clauses:
-            assert {*re.findall(r"\{([abc])\}", clause)} == {*re.findall("[abc]", form)}, clause
-
-
-@pytest.mark.parametrize(
-    ("plan", "answer"),
-    [
-        (("a", "x - b", "x * b"), "(a - b) * b"),
-        (("a * b", "x / b"), "a * b / b"),
-        (("a", "x - b * c", "x / b"), "(a - b * c) / b"),
-        (("a / b", "x + x * b"), "a / b + a / b * b"),
-        (("a", "x - b", "x + x * b"), "(a - b) + (a - b) * b"),
-        (("a * b", "x - b", "x + x - b"), "a * b - b + a * b - b - b"),
-    ],
-)
-def test_sums_that_go_on_are_in_parentheses(
-    plan: tuple[str, ...], answer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(problems, "plans", lambda steps: [plan])
-    _, calculation = problems.several_steps(problems.LANGUAGE["train"], 0, random.Random(0))
-    assert re.sub(r"\d+", "0", calculation) == re.sub("[abc]", "0", answer)
-
-
-def test_the_math_reward_takes_the_worked_answer_and_refuses_another() -> None:
-    for row in ROWS["held_out"][:40] + STEPS["held_out"][:40]:
-        response, label = row["response"], row["label"]
-        assert math_verdict("", response, label)["score"] == 1, row
-        wrong = response.replace("}", " + 1}")
-        assert math_verdict("", wrong, label)["score"] == 0, wrong
-    assert math_verdict("", r"\boxed{12 - 5 * 3}", "21")["score"] == 0
-    assert math_verdict("", r"\boxed{(12 - 5) * 3}", "21")["score"] == 1
-
-
 def test_training_and_held_out_problems_share_no_words_of_ours_and_no_calculation() -> None:
     one, other = (problems.LANGUAGE[split] for split in ("train", "held_out"))
     assert not set(one.names) & set(other.names) and not set(one.things) & set(other.things)
@@ -88,22 +51,6 @@ def test_no_two_problems_have_the_same_numbers(steps: list[int]) -> None:
         for row in problems.problems(split, count, taken, steps):
             made.append(tuple(sorted(map(int, re.findall(r"\d+", question(row))))))
     assert len(set(made)) == len(made) == 3476, "no calculation twice: neither 5 + 3 for 3 + 5, nor an example's"
-
-
-def test_all_wordings_occur_equally_often() -> None:
-    for split, language in problems.LANGUAGE.items():
-        wordings = [wording for each in language.wordings.values() for wording in each]
-        patterns = [re.sub(r"\\\{[abnt]\\\}", r"\\w+", re.escape(wording)) for wording in wordings]
-        counts = [sum(bool(re.fullmatch(pattern, question(row))) for row in ROWS[split]) for pattern in patterns]
-        assert min(counts) >= max(counts) - 1 > 0, split
-
-
-def test_all_sentences_of_several_steps_occur() -> None:
-    clauses = [clause for each in problems.CLAUSES.values() for clause in each]
-    for sentence in (*clauses, *problems.QUESTIONS, *problems.QUESTIONS_TOGETHER):
-        pattern = re.sub(r"\\\{[abcnt]\\\}", r"\\w+", re.escape(sentence))
-        for rows in STEPS.values():
-            assert any(re.search(pattern, question(row)) for row in rows), sentence
 
 
 @pytest.fixture(scope="module")

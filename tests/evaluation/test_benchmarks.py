@@ -94,10 +94,6 @@ def test_a_published_file_is_read_as_declared(name: str, tmp_path: Path) -> None
     assert all("\\boxed{}" in question.prompt and "{problem}" not in question.prompt for question in questions)
 
 
-def test_every_benchmark_has_a_file_here() -> None:
-    assert set(SHAPES) == set(BENCHMARKS)
-
-
 def test_an_absent_file_is_named_with_where_it_goes_and_who_has_it(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_file("amc23", tmp_path)

@@ -77,15 +77,6 @@ def test_nothing_scored_is_null_in_json_and_a_dash_for_people() -> None:
     assert "-% [-, -]" in line and "2 unscored" in line
 
 
-def test_the_table_has_a_line_for_each_benchmark_and_says_what_its_intervals_are() -> None:
-    rows = [*answers("gsm8k", [[True, True], [True, False]]), *answers("minerva", [[False, False]])]
-    lines = table({name: score(problems) for name, problems in by_benchmark(rows).items()}, 2)
-    assert lines[0].split() == ["benchmark", "problems", "avg@2", "pass@2", "maj@2", "reward", "tokens", "cut", "off"]
-    assert lines[1].split()[:3] == ["gsm8k", "2", "75.0%"]
-    assert lines[2].split()[:5] == ["minerva", "1", "0.0%", "[0.0,", "97.5]"]
-    assert "95% interval" in lines[3]
-
-
 def test_a_comparison_pairs_problems_and_says_how_sure_it_is() -> None:
     before = answers("gsm8k", [[i % 3 == 0] * 2 for i in range(90)])
     after = answers("gsm8k", [[i % 3 == 0, i % 3 < 2] for i in range(80)])
@@ -160,16 +151,6 @@ def test_ninety_five_percent_intervals_hold_the_truth_about_so_often() -> None:
     truth = 0.5 / 1.3
     assert 0.92 <= covered(200, answered, truth) <= 0.98
     assert 0.89 <= covered(30, answered, truth) <= 0.98
-
-
-def test_resampling_answers_in_place_of_problems_would_hold_it_far_too_seldom() -> None:
-    """Why whole problems are drawn: answers to one problem tell less than as many problems."""
-
-    def as_if_independent(rng: np.random.Generator, problems: int) -> np.ndarray:
-        chances = rng.beta(0.5, 0.8, problems)
-        return (rng.random((problems, 8)) < chances[:, None]).astype(float).ravel()
-
-    assert covered(50, as_if_independent, 0.5 / 1.3, worlds=100) < 0.75
 
 
 def test_the_interval_is_that_of_the_normal_law_where_that_holds() -> None:

@@ -28,13 +28,6 @@ def test_a_run_that_can_start_is_checked_in_a_line_and_leaves_no_trace(
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_that_the_layout_does_not_divide_are_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*words, "--check", "3"]) == 2
-    assert "does not divide the 3 ranks" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("first", [["--check"], ["--check", "2"], ["--check=2"]])
 def test_the_word_after_check_is_not_swallowed(
     first: list[str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
