@@ -269,7 +269,7 @@ def check_layout(shape: PolicyShape, layout: LayoutConfig) -> None:
     Raises:
         UserError: naming the setting and the values that would work.
     """
-    parts = {f"the {shape.kv_heads} key-value heads": shape.kv_heads, f"the {shape.heads} query heads": shape.heads}
+    parts = {f"the {shape.kv_heads} key-value heads": shape.kv_heads}
     if not shape.experts:
         parts[f"the {shape.ffn} feed-forward units"] = shape.ffn
     if shape.shared_ffn:
