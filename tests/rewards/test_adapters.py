@@ -224,14 +224,6 @@ def test_function_is_called_as_its_own_trainer_would(
     assert to_score(resolve(f"{file}:{name}")(ScoreItem("here", solution, label, extra, prompt))) == expected
 
 
-def test_scoring_processes_take_all_three_forms(file: Path) -> None:
-    for name in ("compute_score", "custom_rm", "reward_columns"):
-        pool = RewardWorkers(f"{file}:{name}", workers=1, timeout_s=5.0)
-        answer = "72" if name == "compute_score" else None  # verl's dictionary says which answer it took
-        assert pool.score([ScoreItem("", "#### 72", "72")]).scores == [Score(1.0, True, answer)], name
-        pool.close()
-
-
 def test_none_of_trl_leaves_the_completion_unscored_and_never_makes_a_zero_of_it(file: Path) -> None:
     with pytest.raises(NotScoredError):
         resolve(f"{file}:math_reward")(ScoreItem("", "5", "5", {"task": "code"}))

@@ -55,11 +55,6 @@ def test_coroutine_function_is_waited_for(source: Path) -> None:
     assert resolve(f"{source}:later")(ScoreItem("", "", "")) == 0.125
 
 
-def test_function_of_a_module_in_the_working_directory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(source.parent)
-    assert resolve("my_reward:compute_score")(ScoreItem("", "", "")) == 0.25
-
-
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

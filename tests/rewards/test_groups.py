@@ -12,7 +12,6 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.functions import resolve
 from megatron_dppo.rewards.workers import RewardWorkers, Scored
-from megatron_dppo.rl.types import Score
 from tests.rewards.test_adapters import THEIRS
 
 LIMIT_S = 0.5
@@ -45,11 +44,6 @@ def test_a_group_is_scored_whole_and_each_prompt_by_itself(file: Path) -> None:
     assert rewards == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0] and found.errors == 0, found.tracebacks
 
 
-def test_a_function_that_is_no_coroutine_may_say_what_is_correct(file: Path) -> None:
-    found = scored(f"{file}:ranks", said("3", "1", "2"))
-    assert found.scores == [Score(2.0, True), Score(0.0, False), Score(1.0, False)]
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -75,11 +69,6 @@ def test_a_group_that_ends_its_process_is_counted_whole_and_costs_no_other(file:
     found = scored(f"{file}:dies", said("die", "b"), said("live", "b", "c"))
     assert [score is not None for score in found.scores] == [False] * 2 + [True] * 3
     assert found.errors == 2 and "ended with exit code 5" in found.tracebacks[0]
-
-
-def test_past_the_failures_that_are_allowed_the_rest_is_left(file: Path) -> None:
-    found = scored(f"{file}:one_too_few", *[said("a", "b")] * 4, most_failures=3)
-    assert found.errors == 4, "two groups"
 
 
 def test_a_function_of_groups_that_slime_could_not_call_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from benchmarks.mutated_labels import CHANGES, Pair, mutated
+from benchmarks.mutated_labels import Pair, mutated
 from benchmarks.respelled_labels import SPELLINGS, respelled
 from benchmarks.sympy_equivalence import equivalent
 from megatron_dppo.rewards.math.verdict import judge
@@ -37,11 +37,6 @@ def wrong() -> list[Pair]:
 def test_no_answer_with_one_change_is_right(wrong: list[Pair]) -> None:
     right = [pair for pair in wrong if judge(pair.label, pair.answer).right]
     assert not [pair for pair in right if not equivalent(pair.label, pair.answer)]
-
-
-def test_every_change_makes_answers(wrong: list[Pair]) -> None:
-    assert len(wrong) == PAIRS
-    assert {pair.change for pair in wrong} == set(CHANGES)
 
 
 def test_every_other_spelling_is_right() -> None:

@@ -191,12 +191,6 @@ def test_what_is_left_stands_for_its_share_of_the_window_by_inverse_probabilitie
     assert result.metadata.window == pytest.approx(8 * 3.0 / 9.5)
 
 
-def test_without_failures_the_window_is_whole_and_nothing_is_said(bench: Bench) -> None:
-    result = bench.collect({5: MIXED, 1: MIXED}, inclusion=[0.5, 0.25], window=8)
-    assert result.metadata.window == 8.0
-    assert result.notes == ()
-
-
 def test_inclusion_stays_with_its_group_when_one_before_it_leaves(bench: Bench) -> None:
     script = {5: BROKEN, 8: MIXED, 1: MIXED, 7: BROKEN, 3: MIXED}
     result = bench.collect(script, inclusion=[0.2, 0.3, 0.4, 0.5, 0.6])
@@ -321,11 +315,6 @@ def test_metrics_of_a_step_written_out(bench: Bench) -> None:
     }
 
 
-def test_equal_rewards_are_counted_group_by_group(bench: Bench) -> None:
-    script = {1: said(*["score 0"] * 3), 3: said(*["score 1"] * 3)}
-    assert bench.collect(script).metrics["rollout/zero_std/ratio"] == 1.0
-
-
 def test_correctness_is_what_the_verifier_says_and_not_the_size_of_the_reward(bench: Bench) -> None:
     prompts = [Prompt(0, np.arange(3, dtype=np.int32), "", "-40", source, {"add": 2}) for source in ("here", "there")]
     collector = bench.collector({0: said("echo")})
@@ -333,12 +322,6 @@ def test_correctness_is_what_the_verifier_says_and_not_the_size_of_the_reward(be
     answers = collector.answers(prompts, pending, of_all=2)
     assert answers.scores == [[Score(-38.0, True)], [Score(-38.0, False)]]
     assert answers.texts == [["echo"], ["echo"]], "the end of the turn is no part of the answer"
-
-
-def test_timeouts_and_errors_are_counted_apart(bench: Bench) -> None:
-    script = {1: said("spin", "score 1", "none"), 3: said("raise it", "score 0", "score 1")}
-    metrics = bench.collect(script).metrics
-    assert (metrics["reward/timeouts"], metrics["reward/errors"], metrics["rollout/dropped_groups"]) == (1.0, 2.0, 2.0)
 
 
 def test_too_many_failures_stop_the_run_with_the_first_traceback(

@@ -155,16 +155,6 @@ def test_the_experts_of_every_token_but_the_last_are_those_of_a_plain_forward(tm
     assert all(completion.routing is None for group in plain for completion in group)
 
 
-def test_bf16_logprobs_are_those_of_a_plain_forward_but_for_rounding(tmp_path: Path) -> None:
-    policy = make_policy(dtype=torch.bfloat16)
-    prompts = make_prompts(3, 9)
-    groups = generate(make_engine(policy, tmp_path, dtype=torch.bfloat16), prompts, sampling_of())
-    for prompt, group in zip(prompts, groups, strict=True):
-        for completion in group:
-            difference = completion.logprobs - plain_logprobs(policy, prompt, completion, 1.0)
-            assert np.abs(difference).mean() < 0.05
-
-
 def test_greedy_equals_transformers_generate(tmp_path: Path) -> None:
     policy = make_policy()
     prompts, stop = make_prompts(4, 9, 2, 7, 5), tuple(range(0, VOCABULARY, 4))
@@ -310,12 +300,6 @@ def test_a_stop_token_ends_a_completion_and_belongs_to_it(tmp_path: Path) -> Non
         assert len(tokens) == 12 or completion.finish_reason == "stop"
 
 
-def test_without_stop_tokens_every_completion_has_full_length(tmp_path: Path) -> None:
-    groups = generate(make_engine(make_policy(), tmp_path), make_prompts(5, 2), sampling_of(max_tokens=9, stop=()))
-    for completion in sum(groups, ()):
-        assert len(completion.token_ids) == 9 and completion.finish_reason == "length"
-
-
 @pytest.mark.parametrize("least", [{"top_k": 1}, {"top_p": 1e-6}])
 def test_the_likeliest_token_alone_is_greedy_at_any_temperature(tmp_path: Path, least: dict[str, float]) -> None:
     policy, prompts = make_policy(), make_prompts(5, 8, 2)
@@ -377,14 +361,6 @@ def test_a_stream_that_does_not_fit_is_consumed_then_refused_by_name(tmp_path: P
     assert engine.health() is None
 
 
-def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
-    policy = make_policy(tied=False)
-    engine = make_engine(policy, tmp_path)
-    tensors = {name: tensor for name, tensor in policy.named_parameters() if name != "lm_head.weight"}
-    with pytest.raises(ValueError, match=r"lm_head\.weight is missing"):
-        engine.update_weights(source_of(tensors), version=2)
-
-
 def test_nothing_is_generated_before_the_first_update_or_while_paused(tmp_path: Path) -> None:
     policy = make_policy()
     policy.config.save_pretrained(tmp_path)
@@ -435,18 +411,6 @@ def test_weights_that_are_not_numbers_stop_the_generation(tmp_path: Path) -> Non
     engine.update_weights(weights_of(policy), version=2)
     with pytest.raises(RuntimeError, match="version 2 give log-probabilities that are not finite"):
         generate(engine, make_prompts(3), sampling_of())
-
-
-def test_a_prompt_without_tokens_is_refused_by_its_id(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\[12\]"):
-        generate(make_engine(make_policy(), tmp_path), make_prompts(3, 2, 0, first_id=10), sampling_of())
-
-
-def test_building_an_engine_leaves_the_random_state_alone(tmp_path: Path) -> None:
-    make_policy().config.save_pretrained(tmp_path)
-    before = torch.get_rng_state()
-    LocalEngine(tmp_path, device=torch.device("cpu"), dtype=torch.float32, max_batch=8)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_mistakes_of_the_user_name_the_setting(tmp_path: Path) -> None:

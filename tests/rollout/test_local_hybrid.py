@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout import decoding
 from megatron_dppo.rollout.decoding import LEAST_COMMON
 from megatron_dppo.rollout.engine import generate
 from megatron_dppo.rollout.local import LocalEngine
@@ -60,19 +59,3 @@ def test_rows_that_come_and_go_keep_their_states(path: Path, reference: PreTrain
     assert len({len(completion.token_ids) for group in groups for completion in group}) > 5
     assert_logprobs_of_a_plain_forward(reference, prompts, groups, 1.7)
     assert tokens_of(generate(engine(path, 64), prompts, sampling)) == tokens_of(groups)
-
-
-def test_a_row_that_keeps_anothers_state_is_noticed(
-    path: Path, reference: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Forgetful(decoding.RolloutCache):
-        def depart(self, departure: decoding.RowCompaction, width: int) -> None:
-            states, self._states = self._states, ()
-            super().depart(departure, width)
-            self._states = states
-
-    monkeypatch.setattr("megatron_dppo.rollout.decoder.RolloutCache", Forgetful)
-    prompts = make_prompts(3, 40, 1, 6, 17)
-    groups = generate(engine(path, 2 * SAMPLES), prompts, sampling_of(samples=SAMPLES, stop=tuple(range(10))))
-    with pytest.raises(AssertionError, match="Not equal"):
-        assert_logprobs_of_a_plain_forward(reference, prompts, groups, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -55,21 +54,6 @@ def test_scores_are_the_prompts_whatever_is_complete_first(workers: RewardWorker
     found = scoring.finish(groups)
     assert found.texts == [[f"score {2 * i}", f"score {2 * i + 1}"] for i in range(4)]
     assert [[score and score.reward for score in scores] for scores in found.scores] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_what_was_complete_early_is_scored_by_the_time_that_the_last_group_comes(
-    workers: RewardWorkers, tokenizer: Tokenizer
-) -> None:
-    groups = [group(tokenizer, "sleep 1"), group(tokenizer, "score 1")]
-    scoring = GroupScoring(workers, tokenizer, prompts(2), most_failures=0)
-    busy = scoring.look([(0, groups[0])])
-    while busy:  # as long as an engine waits for others
-        time.sleep(0.02)
-        busy = scoring.look([])
-    began = time.monotonic()
-    found = scoring.finish(groups)
-    assert found.scores[0][0] is not None and found.scores[1][0] is not None
-    assert time.monotonic() - began < 0.9, "the first group's second was not waited for again"
 
 
 def test_a_function_of_groups_is_given_those_of_the_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:

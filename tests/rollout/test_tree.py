@@ -153,15 +153,6 @@ def test_children_that_are_not_generated_are_copies_of_their_sibling_and_the_oth
     assert drawn[0.0] + drawn[2.5] > 40
 
 
-def test_the_same_call_gives_the_same_bits_and_another_seed_another_tree(tmp_path: Path) -> None:
-    engine, prompts = make_engine(make_policy(), tmp_path), make_prompts(5, 8)
-    first, again = (generate(engine, prompts, tree_of(FIXED)) for _ in range(2))
-    for one, other in zip(sum(first, ()), sum(again, ()), strict=True):
-        np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
-    assert tokens_of(first) != tokens_of(generate(engine, prompts, tree_of(FIXED, seed=6)))
-
-
 @pytest.mark.parametrize("name", TREES)
 def test_a_tree_does_not_depend_on_its_company_or_on_the_batch(name: str, tmp_path: Path) -> None:
     policy, asked = make_policy(dtype=torch.float64), tree_of(TREES[name])
