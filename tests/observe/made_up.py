@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.draw import census, prune_minibatch
-from tests.rl.steps import step_config, step_metadata
+from tests.rl.plans import step_config, step_metadata
 
 Row = dict[str, float]
 

@@ -14,7 +14,7 @@ from megatron_dppo.rl.advantages import minibatch_advantages
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import plan_step, take_groups
 from megatron_dppo.rl.types import Floats, Ints, StepMetadata
-from tests.rl.steps import step_config, step_metadata
+from tests.rl.plans import step_config, step_metadata
 
 NAMES = ["reinforce_pp", "reinforce_pp_baseline"]
 

@@ -21,7 +21,7 @@ from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import Floats, Group, StepMetadata
-from tests.rl.steps import step_config
+from tests.rl.plans import step_config
 from tests.steps import SAMPLES, VOCAB, step_of_groups
 
 LIMIT = 200

@@ -23,7 +23,7 @@ from megatron_dppo.rl.pack import prefix_tree
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, plan_step, split_groups, take_groups
 from megatron_dppo.rl.types import StepMetadata, StepPlan, TrainingSamples
-from tests.rl.steps import step_config, step_metadata
+from tests.rl.plans import step_config, step_metadata
 
 RULES = ["none", "threshold", "neyman"]
 

@@ -28,7 +28,7 @@ from megatron_dppo.rl.types import (
 )
 from megatron_dppo.rollout.metadata import metadata_of
 from tests.rl.integration import FixedOffset, outcomes
-from tests.rl.steps import step_config
+from tests.rl.plans import step_config
 from tests.rl.test_tree_plan import training_sample
 
 SAMPLES, LONGEST = 3, 3

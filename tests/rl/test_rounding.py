@@ -19,7 +19,7 @@ from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.trees import tree_advantages
 from megatron_dppo.rl.types import SEGMENT
-from tests.rl.steps import made_up_pool, step_config, step_metadata
+from tests.rl.plans import made_up_pool, step_config, step_metadata
 
 ALIKE = np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15, 0.6 / 2.0]])
 RIGHT = np.array([[0.7 + 0.2 + 0.1, 1.0, 0.1 * 3 + 0.7, 0.8 + 0.1 + 0.1]])

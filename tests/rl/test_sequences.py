@@ -16,7 +16,7 @@ from megatron_dppo.rl.plan import gather_metadata, plan_step
 from megatron_dppo.rl.sequences import check_sequences, further_lengths, longest_response, spoken
 from megatron_dppo.rl.types import Completion, Prompt, StepMetadata, StepPlan, VersionSpan
 from tests.rl.integration import FixedOffset, outcomes
-from tests.rl.steps import step_config, step_metadata
+from tests.rl.plans import step_config, step_metadata
 
 TWO = Completion(
     np.array([1, 2, 5, 5, 5, 3], np.int32),

@@ -15,7 +15,7 @@ from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.trees import tree_advantages
 from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata, StepPlan
 from tests.rl.integration import FixedOffset, outcomes
-from tests.rl.steps import step_config, step_metadata
+from tests.rl.plans import step_config, step_metadata
 from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, toy
 
 SHORT = toy((0, 0), (0, 1), (1, 0))

@@ -31,7 +31,7 @@ from megatron_dppo.rl.pruning.prompt_rules import PromptCandidates, prompt_rule,
 from megatron_dppo.rl.sequences import no_further
 from megatron_dppo.rl.types import MinibatchPlan, Selection, StepMetadata, TrainingSamples, no_segments
 from tests.rl.integration import FixedMask, FixedOffset, outcomes
-from tests.rl.steps import Foretold, step_config
+from tests.rl.plans import Foretold, step_config
 
 VOCABULARY, PROMPTS, SAMPLES = 7, 5, 4
 ALONE = DistillationConfig(teacher="T", use_task_rewards=False)

@@ -26,8 +26,8 @@ from megatron_dppo.rl.pruning.forecast import Outcomes, PromptForecast
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.types import Selection, StepMetadata
 from megatron_dppo.trainer.prompt_sampler import PromptOrder, PromptSampler
-from tests.rl.steps import made_up_pool as made_up_prompts
-from tests.rl.steps import step_metadata
+from tests.rl.plans import made_up_pool as made_up_prompts
+from tests.rl.plans import step_metadata
 
 WINDOW, SAMPLES = 24, 8
 

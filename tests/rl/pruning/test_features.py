@@ -9,12 +9,12 @@ import numpy as np
 
 from megatron_dppo.rl.pruning.forecast import WIDEST, PromptFeatures
 from megatron_dppo.rl.types import Prompt
-from tests.rl.steps import made_up_pool
+from tests.rl.plans import made_up_pool
 
 SHOWN = """
 import numpy as np
 from megatron_dppo.rl.pruning.forecast import PromptFeatures
-from tests.rl.steps import made_up_pool
+from tests.rl.plans import made_up_pool
 print(PromptFeatures(made_up_pool(40)).of(np.arange(40)).tobytes().hex())
 """
 

@@ -18,7 +18,7 @@ from megatron_dppo.rl.pruning.forecast import (
 )
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
-from tests.rl.steps import made_up_pool
+from tests.rl.plans import made_up_pool
 
 POOL, WINDOW, GROUP = 384, 32, 8
 

@@ -17,7 +17,7 @@ from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
 from megatron_dppo.rl.pruning.draw import PruningDraw, census, gradient_noise, left_out, prune_metrics, prune_minibatch
 from megatron_dppo.rl.types import StepMetadata
-from tests.rl.steps import step_config, step_metadata
+from tests.rl.plans import step_config, step_metadata
 
 SHARES = ("prune/noise_share_prompts", "prune/noise_share_completions")
 

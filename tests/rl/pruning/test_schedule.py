@@ -17,7 +17,7 @@ from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.draw import completion_candidates, prune_minibatch
 from megatron_dppo.rl.pruning.schedule import next_round, scheduled_keep, window_size
-from tests.rl.steps import step_config, step_metadata
+from tests.rl.plans import step_config, step_metadata
 
 
 @pytest.mark.parametrize(
