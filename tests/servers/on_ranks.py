@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -180,16 +179,6 @@ def kill_main(process: Any) -> None:
     os.kill(process.pid, signal.SIGKILL)
 
 
-def slow_down(pids: Sequence[int], over: threading.Event) -> None:
-    """Let processes run one tenth of the time."""
-    while not over.is_set():
-        for number, seconds in ((signal.SIGSTOP, 0.45), (signal.SIGCONT, 0.05)):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            time.sleep(seconds)
-
-
 def prompt_of(number: int) -> Prompt:
     tokens = np.random.default_rng(number).integers(3, 40, size=5 + number % 7).astype(np.int32)
     return Prompt(number, tokens, f"prompt {number}", "")
@@ -290,21 +279,6 @@ def comes_back_old(rank: int, size: int, settings: Sequence[str], secret: str, v
         rig.until(2, 1)
         return [before, meanwhile, rig.roll_out()]
     finally:
-        rig.engine.close()
-
-
-def slow(rank: int, size: int, settings: Sequence[str], secret: str, pids: Sequence[int]) -> list[Round]:
-    """One server runs a tenth of the time."""
-    os.environ[SECRET] = secret
-    rig, over = Rig(settings), threading.Event()
-    try:
-        rig.sync(0)
-        before = counted(rig)
-        if rig.world.leads:
-            threading.Thread(target=slow_down, args=(pids, over)).start()
-        return [before, counted(rig)]
-    finally:
-        over.set()
         rig.engine.close()
 
 

@@ -15,7 +15,7 @@ from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.conversation_checks import UnusableError
 from megatron_dppo.rollout.conversation_functions import _sampling_params, completion_of_samples, conversation_of
 from megatron_dppo.rollout.engine import Sampling
-from tests.servers.real import Kind, RealServer, RealServers
+from tests.servers.real import Kind, RealServers
 from tests.servers.test_training import AGREES, Start, ended, finish, given, start  # noqa: F401
 from tests.small_runs import rows
 
@@ -116,30 +116,6 @@ def test_conversations_of_environments_and_of_several_sequences_are_trained_on_a
         assert step["train/rollout_logprob_abs_diff"] <= AGREES
         told = step["rollout/response_len/mean"] * 8 * 4 - step["rollout/generated_tokens"]
         assert told > 8 * 4 * (1 if of_environment else len(TOOL)), "other words came between"
-
-
-@pytest.mark.servers
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        ("generate_without_log_probs", "0 of sample.rollout_log_probs"),
-        ("generate_badly", "args.an_option_of_slime, an option of slime's without counterpart"),
-    ],
-)
-def test_a_function_that_cannot_be_trained_on_ends_the_run_in_words(
-    function: str,
-    words: str,
-    start: Start,  # noqa: F811
-    sglang_tp1: RealServer,
-    served_policy: Path,
-    tmp_path: Path,
-) -> None:
-    run = tmp_path / "run"
-    setting = f"rollout.custom_generate={FILE}:{function}"
-    process = start(run, served_policy, *given(sglang_tp1), setting, "run.steps=1", secret=sglang_tp1.secret)
-    assert ended(process) == 2
-    log = " ".join((run / "log").read_text().split())
-    assert f"rollout.custom_generate = {FILE}:{function}" in log and words in log
 
 
 @pytest.mark.parametrize(

@@ -55,30 +55,3 @@ def test_a_server_scores_as_the_local_engine_does(
     assert len(texts) == 60 and same >= 57
     mine, other = (scores["benchmarks"]["arithmetic"]["avg@k"]["value"] for scores in (here, there))
     assert 0.0 < mine < 1.0 and abs(mine - other) <= (60 - same) / 60
-
-
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
-@pytest.mark.parametrize("least", ["eval.top_k=1", "eval.top_p=1e-6"])
-def test_a_server_that_samples_from_the_likeliest_token_alone_answers_greedily(
-    kind: Kind,
-    least: str,
-    local: tuple[dict[str, Any], list[str]],
-    real_servers: RealServers,
-    served_policy: Path,
-    tmp_path: Path,
-) -> None:
-    """At a temperature, and within a limit of the evaluation's own, on which the run's has no say."""
-    own = (least, "--temperature", "1.5", "rollout.max_response_tokens=9", "eval.max_response_tokens=24")
-    there, theirs = evaluated(tmp_path / kind, served_policy, real_servers.get(kind, 1), *own)
-    assert (there["temperature"], there["max_response_tokens"]) == (1.5, 24)
-    assert sum(one == other for one, other in zip(local[1], theirs, strict=True)) >= 57
-
-
-def test_several_answers_of_a_server_differ_and_are_all_there(
-    sglang_tp1: RealServer, served_policy: Path, tmp_path: Path
-) -> None:
-    scores, texts = evaluated(tmp_path / "out", served_policy, sglang_tp1, "--samples", "4")
-    figures = scores["benchmarks"]["arithmetic"]
-    assert len(texts) == 240 and len(set(texts[:4])) > 1
-    assert figures["pass@k"]["1"]["value"] == pytest.approx(figures["avg@k"]["value"])
-    assert figures["pass@k"]["4"]["value"] > figures["pass@k"]["1"]["value"]

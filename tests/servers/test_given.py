@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -71,40 +68,9 @@ def test_a_server_that_comes_back_with_other_weights_is_not_listened_to(
     assert any(f"weights of version {version!r}" in said for said in meanwhile.words)
 
 
-def test_a_slow_server_is_given_less_and_nothing_is_lost(
-    sglang_tp1: RealServer, sglang_tp2: RealServer, ranks: RankPool, served_policy: Path, tmp_path: Path
-) -> None:
-    settings = [*_settings(tmp_path, served_policy, sglang_tp1, sglang_tp2), "rollout.max_in_flight=2"]
-    pids = sglang_tp1.process.pids()
-    try:
-        before, slowed = ranks.run(2, on_ranks.slow, settings, sglang_tp1.secret, pids)[0]
-    finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-    for seen in (before, slowed):
-        assert seen.answered == list(range(PROMPTS)) and seen.samples == [SAMPLES] * PROMPTS
-        assert seen.servers == 2
-        assert seen.asked.total() == PROMPTS
-    slow = sglang_tp1.api.url
-    assert 0 < slowed.asked[slow] < min(before.asked[slow], PROMPTS // 2)
-
-
 def test_a_server_of_another_size_is_refused_in_words(sglang_tp1: RealServer, ranks: RankPool, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_model(other, hidden=96, heads=4, kv_heads=2, head_dim=32, ffn=128, std=0.2)
     settings = [*_settings(tmp_path / "run", other, sglang_tp1), "rollout.sync.retries=0", "rollout.timeout_s=5"]
     said = ranks.run(2, on_ranks.stop_with, settings, sglang_tp1.secret)[0]
     assert "refused /update_weights_from_distributed" in said and sglang_tp1.api.url in said
-
-
-def test_nobody_at_a_url_is_told_with_the_url(ranks: RankPool, served_policy: Path, tmp_path: Path) -> None:
-    settings = [
-        f"run.dir={tmp_path}",
-        f"model.path={served_policy}",
-        "rollout.engine=sglang",
-        "rollout.servers=[http://127.0.0.1:9]",
-        "rollout.launch.wait_s=1",
-    ]
-    said = ranks.run(1, on_ranks.stop_with, settings, "")[0]
-    assert "http://127.0.0.1:9" in said and "rollout.servers" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
 import shlex
@@ -15,14 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
 
 import psutil
 import pytest
 
 import megatron_dppo
 from megatron_dppo.config import Config
-from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG
 from megatron_dppo.rollout.servers.http import Http
@@ -381,14 +378,3 @@ def test_another_kind_of_server_is_one_file_and_one_row(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert ran.stdout == "AnotherClient\n", ran.stderr
-
-
-def test_no_other_file_compares_the_engine_with_a_name() -> None:
-    """They ask the kind's spec, or whether servers generate at all."""
-    package = Path(megatron_dppo.__file__).parent
-    specs = {package / f"rollout/servers/{kind}.py" for kind in get_args(ServerKind)}
-    for path in set(package.rglob("*.py")) - {*specs, package / "config/rollout.py"}:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Compare):
-                names = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-                assert not names & {"local", *get_args(ServerKind)}, f"{path}:{node.lineno}"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.config import BranchConfig
-from megatron_dppo.rl.types import Completion, Prompt
+from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.batch import RequestBatch
 from megatron_dppo.rollout.servers.client import (
     TOP_LOGPROBS,
-    GenerateRequest,
-    GenerateResult,
     ServerClient,
     least_entropies,
 )
 from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.sglang import SglangClient
 from tests.rollout.leaves import forks_of
 from tests.servers.real import Kind, RealServer, RealServers
 
@@ -124,33 +118,3 @@ def test_a_real_servers_trees_are_the_policys_and_fork_by_its_entropy(
                 assert told[position] > limit - AGREES
                 forked.add(position)
     assert len(forked) > 2  # of so many, since servers cannot seed their sampling on a CPU
-
-
-class KilledAtAFork(SglangClient):
-    """A real server, which is killed as soon as it is to continue something."""
-
-    pid: int
-
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        if len(request.token_ids) > PROMPT_TOKENS:
-            os.kill(self.pid, signal.SIGKILL)
-        return await super().generate(request, timeout_s=timeout_s)
-
-
-def test_a_real_server_that_is_killed_between_levels_costs_no_prompt(
-    sglang_tp1: RealServer, sglang_tp2: RealServer, http: Http, served_policy: Path, reference: PreTrainedModel
-) -> None:
-    for server in (sglang_tp1, sglang_tp2):
-        _with_its_weights(http, server, served_policy)
-    killed = KilledAtAFork(sglang_tp2.api.url, http, secret=sglang_tp2.secret)
-    killed.pid = sglang_tp2.process.pid
-    batch, dispatcher = _grow(http, [killed, sglang_tp1.api], FIXED)
-    assert list(dispatcher.take_lost()) == [killed.url]
-    until = time.monotonic() + 60.0  # what a killed process has in memory takes a while to go
-    while sglang_tp2.process.alive() and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not sglang_tp2.process.alive()
-    assert dispatcher.resubmitted > 0
-    _assert_of_the_policy(batch, reference)
-    forked: list[Completion] = [leaf for group in batch.groups() for leaf in group if forks_of(leaf) == (6, 12)]
-    assert len(forked) > 8

@@ -149,14 +149,6 @@ def test_entropies_do_not_depend_on_the_token_that_was_drawn(api: VllmClient) ->
     assert api._result(CHOICE, REQUEST).entropies is None
 
 
-def test_a_server_says_whether_it_tells_its_experts(http: Http, api: VllmClient, said: dict[str, Any]) -> None:
-    assert not http.run(api.info()).routing
-    api._known_config = said["/server_info"]["vllm_config"] | {
-        "aux_output_config": {"enable_return_routed_experts": True}
-    }
-    assert http.run(api.info()).routing
-
-
 @pytest.mark.parametrize(
     ("lora", "route", "rank", "targets"),
     [
