@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.transformer.module import Float16Module
 
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
@@ -179,30 +177,6 @@ def test_layers_of_te_share_attention_and_add_to_fp32_gradients(ranks: RankPool,
         assert fused and all(fused)
         assert dtypes == {torch.float32}
         assert shared_by == [2] * len(shared_by) != []
-
-
-def train_in_bf16(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[float, np.ndarray]:
-    """Gradient norm of a wrapped model after one backward pass, and the log-probabilities."""
-    policy, _ = build(path, layout, dtype="bf16", recompute="full")
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    module = DistributedDataParallel(policy.config, settings, Float16Module(policy.config, policy))
-    vocab = policy.shape.vocab_size
-    ids, positions, packed = pack(LENGTHS, vocab)
-    arguments = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
-    logprobs, *_ = module(ids, positions, packed_seq_params=packed, **arguments)
-    logprobs.sum().backward()
-    squares = sum(parameter.main_grad.double().square().sum() for parameter in policy.parameters())
-    return float(squares) ** 0.5, logprobs.detach().numpy()
-
-
-@pytest.mark.parametrize("family", WRITERS)
-def test_bf16_is_close_to_fp32_inside_megatrons_wrappers(ranks: RankPool, tmp_path: Path, family: str) -> None:
-    WRITERS[family](tmp_path, Sizes())
-    [expected] = ranks.run(1, logprobs_of, tmp_path, "torch", "fp32")
-    for norm, logprobs in ranks.run(2, train_in_bf16, tmp_path, LayoutConfig(tp=2, sequence_parallel=True)):
-        assert logprobs.dtype == np.float32
-        assert np.abs(logprobs - expected).mean() < 0.1
-        assert np.isfinite(norm) and norm > 0
 
 
 def backward_without_responses(rank: int, size: int, path: Path, layout: LayoutConfig) -> bool:

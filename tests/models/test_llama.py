@@ -9,17 +9,11 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.shape import check_layout, read_shape
+from megatron_dppo.models.shape import read_shape
 from tests.policies import SCALED, write_family
 
 LLAMA, MISTRAL = "LlamaForCausalLM", "MistralForCausalLM"
-SMOLLM2 = {
-    "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "vocab_size": 49152, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -68,12 +62,3 @@ def test_sizes_that_files_leave_out_are_those_of_transformers(
     path = write_family(tmp_path, family, **dict.fromkeys(names, absent))
     shape, config = read_shape(path), AutoConfig.from_pretrained(path)
     assert [shape.config_sizes[name] for name in names] == [getattr(config, name) for name in names]
-
-
-def test_smollm2_can_be_cut_into_three_and_not_into_two(tmp_path: Path) -> None:
-    LlamaConfig(**SMOLLM2, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    shape = read_shape(tmp_path)
-    assert shape.head_dim == 64
-    check_layout(shape, LayoutConfig(tp=3))
-    with pytest.raises(UserError, match=r"does not divide the 3 key-value heads.*one of 1, 3"):
-        check_layout(shape, LayoutConfig(tp=2))

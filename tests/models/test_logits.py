@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -230,46 +228,6 @@ def assert_equal_to_transformers(
             np.testing.assert_allclose(ours, logits, atol=5e-5, err_msg=f"logits in {layout}")
 
 
-def score_apart(rank: int, size: int, path: Path) -> tuple[Arrays, Arrays]:
-    policy, _ = build(path, LayoutConfig())
-    policy.eval()
-    ids, _, _ = pack(LENGTHS, policy.shape.vocab_size)
-    apart = []
-    with torch.no_grad():
-        for segment in ids.split(LENGTHS, dim=1):
-            length = segment.shape[1]
-            packed = packed_sequence(np.array([0, length], np.int32), length, torch.device("cpu"))
-            targets = targets_of(segment, policy.shape.vocab_size)
-            apart.append(policy(segment, torch.arange(length)[None], packed, torch.arange(length), targets)[0])
-    return score(policy, LENGTHS)[0]["logprobs"], torch.cat(apart).numpy()
-
-
-def test_packed_sequences_score_as_they_do_alone(ranks: RankPool, tmp_path: Path) -> None:
-    [(together, apart)] = ranks.run(1, score_apart, write_policy(tmp_path))
-    np.testing.assert_allclose(together, apart, atol=2e-5)
-
-
-def rotated_queries(rank: int, size: int, path: Path) -> torch.Tensor:
-    """Queries and keys of the first layer after rotation, for a pack of one segment three times over."""
-    policy, _ = build(path, LayoutConfig())
-    seen: list[torch.Tensor] = []
-    attention = policy.decoder.layers[0].self_attention.core_attention
-    attention.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs[:2]))
-    segment = torch.arange(1, 10)
-    ids, positions = segment.repeat(3)[None], torch.arange(9).repeat(3)[None]
-    packed = packed_sequence(np.array([0, 9, 18, 27], np.int32), 9, torch.device("cpu"))
-    with torch.no_grad():
-        policy(ids, positions, packed, torch.tensor([8]), torch.tensor([1]))
-    return torch.cat(seen, dim=1)
-
-
-def test_rotary_positions_start_anew_in_every_segment(ranks: RankPool, tmp_path: Path) -> None:
-    [rotated] = ranks.run(1, rotated_queries, write_policy(tmp_path))
-    first, second, third = rotated.split(9)
-    assert torch.equal(first, second) and torch.equal(first, third)
-    assert not torch.allclose(first[0], first[1], atol=1e-2), "the comparison can fail"
-
-
 def test_a_pack_whose_longest_segment_is_misstated_is_refused() -> None:
     with pytest.raises(ValueError, match="the longest segment has 20 tokens"):
         packed_sequence(np.array([0, 20, 30], np.int32), 30, torch.device("cpu"))
@@ -282,13 +240,6 @@ def sum_of_logprobs(policy: PolicyModel) -> torch.Tensor:
     ids, positions, packed = pack(LENGTHS, vocab)
     logprobs, *_ = policy(ids, positions, packed, torch.arange(ids.shape[1]), targets_of(ids, vocab))
     return (logprobs * torch.linspace(-1, 1, len(logprobs))).sum()
-
-
-def gradients(rank: int, size: int, path: Path, layout: LayoutConfig) -> dict[str, torch.Tensor]:
-    """This rank's, as the backward pass leaves them: before any sum over ranks."""
-    policy, _ = build(path, layout)
-    sum_of_logprobs(policy).backward()
-    return {name: parameter.grad for name, parameter in policy.named_parameters()}
 
 
 def streamed_gradients(
@@ -334,48 +285,3 @@ def assert_gradients_equal(ranks: RankPool, policy: Path, out: Path, *, most: fl
         for name, gradient in theirs.items():
             scale = gradient.abs().max().item()
             np.testing.assert_allclose(ours[name], gradient, atol=most * scale, err_msg=f"{name}, {recompute}")
-
-
-def test_gradients_of_two_ranks_are_the_parts_of_one_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    path = write_policy(tmp_path)
-    [whole] = ranks.run(1, gradients, path, LayoutConfig())
-    layer = "decoder.layers.0."
-    split_along = {
-        "embedding.word_embeddings.weight": 0,
-        layer + "self_attention.linear_qkv.weight": 0,
-        layer + "self_attention.linear_proj.weight": 1,
-        layer + "mlp.linear_fc2.weight": 1,
-        "output_layer.weight": 0,
-    }
-    for parts in ranks.in_turn(2, *((gradients, path, LAYOUTS[name]) for name in ("TP2", "TP2+SP"))):
-        for parameter, dim in split_along.items():
-            together = torch.cat([part[parameter] for part in parts], dim=dim)
-            scale = whole[parameter].abs().max().item()
-            np.testing.assert_allclose(together, whole[parameter], atol=2e-5 * scale, err_msg=parameter)
-
-
-NORMS = ("input_layernorm", "self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm")
-
-
-def norm_gradients(rank: int, size: int, path: Path, layout: LayoutConfig) -> dict[str, torch.Tensor]:
-    """Gradients of the first layer's norms, and of the last, as the optimizer will see them."""
-    policy, _ = build(path, layout)
-    module = DistributedDataParallel(policy.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), policy)
-    vocab = policy.shape.vocab_size
-    ids, positions, packed = pack(LENGTHS, vocab)
-    arguments = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
-    logprobs, *_ = module(ids, positions, packed_seq_params=packed, **arguments)
-    logprobs.sum().backward()
-    finalize_model_grads([module], None)
-    names = [f"decoder.layers.0.{norm}.weight" for norm in NORMS] + ["decoder.final_layernorm.weight"]
-    return {name: policy.get_parameter(name).main_grad.clone() for name in names}
-
-
-def test_gradients_of_norms_are_summed_over_the_ranks_that_share_them(ranks: RankPool, tmp_path: Path) -> None:
-    path = write_policy(tmp_path)
-    [whole] = ranks.run(1, norm_gradients, path, LayoutConfig())
-    results = ranks.in_turn(2, *((norm_gradients, path, LAYOUTS[name]) for name in ("TP2", "TP2+SP")))
-    for part in itertools.chain.from_iterable(results):
-        for norm, gradient in part.items():
-            scale = whole[norm].abs().max().item()
-            np.testing.assert_allclose(gradient, whole[norm], atol=2e-5 * scale, err_msg=norm)

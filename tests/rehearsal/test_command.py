@@ -22,7 +22,7 @@ from megatron_dppo.estimate.memory import chunks_in_flight, shape_of
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.rehearse.booking import KernelLaunch
-from megatron_dppo.rehearse.command import KernelCost, seconds
+from megatron_dppo.rehearse.command import seconds
 from megatron_dppo.rehearse.step import packs_to_play
 from megatron_dppo.settings import load_config
 
@@ -164,7 +164,3 @@ def test_seconds_are_the_larger_of_flops_and_bytes() -> None:
     assert seconds(kernel("aten::add", 0.0, 3.35e12 * 0.85), setup) == pytest.approx(1.0)
     assert seconds(kernel("aten::add", 0.0, 1.0), setup) == 2e-6
     assert seconds(kernel("c10d::allreduce over 8", 0.0, 450e9 * 0.8), setup) == pytest.approx(2 * 7 / 8)
-
-
-def test_costs_are_carried_on_in_a_straight_line() -> None:
-    assert KernelCost(2, 0, 0, 1.0).towards(KernelCost(3, 0, 0, 1.5), 4.0) == KernelCost(6, 0, 0, 3.0)
