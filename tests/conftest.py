@@ -37,7 +37,7 @@ LONGEST = [
         "rewards/test_workers.py",
         "estimate/test_memory_real.py",
         "trainer/test_resume.py",
-        "servers/test_sender.py",
+        "rollout/servers/test_sender.py",
         "docs/test_notebook.py",
         "observe/test_loggers.py",
         "data/test_verifiers.py",

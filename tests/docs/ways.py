@@ -129,7 +129,7 @@ WAYS = (
     Way(
         r"pip install --no-deps nvidia-nccl-cu13==\S+",
         "elsewhere",
-        by=("tests/servers/test_nccl.py", "--no-deps nvidia"),
+        by=("tests/rollout/servers/test_nccl.py", "--no-deps nvidia"),
     ),
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
     Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),

@@ -14,7 +14,7 @@ import torch
 from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sender import GRACE_S, Sender, SyncFailedError
-from tests.servers.test_sender import Late, Process
+from tests.rollout.servers.test_sender import Late, Process
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sender import FIRST, GRACE_S, Sender, SyncFailedError
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from tests.ranks import forks
-from tests.servers.receiver import serve
+from tests.rollout.servers.receiver import serve
 
 LIMIT_S = 2.0
 

@@ -17,7 +17,6 @@ from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.pool import ServerPool
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
-from tests.servers.real import RealServer
 
 
 class Hears(SglangClient):
@@ -122,16 +121,3 @@ def test_a_server_must_have_room_for_the_answers_of_evaluations_too(http: Http) 
         with pytest.raises(UserError, match=r"takes 1536 tokens, and the longest prompt .* has 1537") as raised:
             check(f"{limit}.max_response_tokens=1025")
         assert f"data.max_prompt_tokens or {limit}.max_response_tokens" in raised.value.remedy
-
-
-@pytest.mark.servers
-def test_a_real_server_says_whether_its_inference_is_deterministic_and_takes_one_request_a_sample(
-    sglang_tp1: RealServer, http: Http
-) -> None:
-    """With deterministic kernels, which there are for GPUs only, the seeds would count as well."""
-    assert http.run(sglang_tp1.api.get("/server_info"))["enable_deterministic_inference"] is False
-    api = SglangClient(sglang_tp1.api.url, http, secret=sglang_tp1.secret)
-    api._known_deterministic = True
-    ask = GenerateRequest([3, 4, 5], samples=3, max_tokens=8, temperature=1.0, stop_token_ids=[], seed=5)
-    pieces = http.run(api.generate(ask, timeout_s=60.0))
-    assert len(pieces) == 3 and all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)

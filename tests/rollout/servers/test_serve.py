@@ -18,7 +18,7 @@ from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers.launch import HOSTS, SECRET
 from megatron_dppo.rollout.servers.serve import task_server
 from megatron_dppo.settings import load_config
-from tests.servers.test_launch import STAND_IN
+from tests.rollout.servers.test_processes import STAND_IN
 
 PORT = 12000 + os.getpid() % 1000
 NODE = {HOSTS: "127.0.0.1", SECRET: "s3cret", "SLURMD_NODENAME": "n7"}

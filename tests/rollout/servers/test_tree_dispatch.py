@@ -17,7 +17,7 @@ from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
 from megatron_dppo.rollout.servers.dispatch import PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from tests.rollout.leaves import forks_of
-from tests.servers.test_dispatch import Script, _dispatcher
+from tests.rollout.servers.test_dispatch import Script, _dispatcher
 
 LENGTH = 8
 TREE = (BranchConfig(at=2, children=3), BranchConfig(at=5, children=2))
