@@ -25,6 +25,9 @@ from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, lock_ru
 from megatron_dppo.trainer.prompt_sampler import check_shares, order_of
 from megatron_dppo.trainer.resume import record_warm_up
 
+CONSOLE_ROWS = 20
+"""Steps that a console without a progress bar shows. ``sft-log`` has every step."""
+
 
 def sft(config: Config) -> None:
     """Minimise the mean negative log-likelihood of the answers' tokens; write the policy to ``sft.out``.
@@ -47,6 +50,7 @@ def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> No
     parts.check_export(out, setting="sft.out")
     log = MetricsLog(Path(config.run.dir) / "sft-log", resume_step=-1) if world.leads else None
     console = Console(config.sft.steps) if world.leads else None
+    row_every = max(1, config.sft.steps // CONSOLE_ROWS)
     order, timers, size = order_of(answers, config.run.seed), PhaseTimers(), min(config.sft.batch, len(answers))
     check_shares(answers, size, "sft.batch")
     with progress_bar("warm-up steps", config.sft.steps, shown=world.leads) as advance:
@@ -59,7 +63,7 @@ def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> No
                 log.write(step + 1, metrics)
             if advance:
                 advance(1, f"loss {metrics['train/loss']:.3f}")
-            elif console:
+            elif console and (step + 1) % row_every == 0:
                 console.step(step + 1, metrics)
     if log:
         log.close()
