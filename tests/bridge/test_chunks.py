@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -99,22 +98,6 @@ def test_bytes_are_written_one_buffer_after_the_other(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file, patch.object(module, "BUFFER_BYTES", 7):
         assert write_at(file.fileno(), 3, data) == 206
     assert (tmp_path / "file").read_bytes() == bytes(3) + bytes(range(200)) + b"end"
-
-
-def test_no_more_work_is_in_hand_than_there_are_workers() -> None:
-    lock, in_hand, most = threading.Lock(), 0, 0
-
-    def work(item: int) -> None:
-        nonlocal in_hand, most
-        with lock:
-            in_hand += 1
-            most = max(most, in_hand)
-        time.sleep(0.002)
-        with lock:
-            in_hand -= 1
-
-    in_threads(work, range(30), 3)
-    assert most <= 3
 
 
 def test_the_first_failure_ends_the_work() -> None:

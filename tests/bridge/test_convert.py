@@ -20,7 +20,7 @@ from megatron_dppo.bridge import chunks, torch_dist
 from megatron_dppo.bridge.checkpoint_folder import TRACKER
 from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
 from tests.bridge.conversions import contents, same, to_hf, to_megatron, weights
-from tests.bridge.directories import FAMILIES, Sizes, assert_same_for_transformers, write_qwen3
+from tests.bridge.directories import FAMILIES, Sizes, write_qwen3
 
 
 @st.composite
@@ -68,14 +68,6 @@ def test_there_and_back_is_the_identity(
         assert all(
             sum(t.nbytes for t in load_file(s).values()) <= shard_kb * 1000 or len(load_file(s)) == 1 for s in shards
         )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_what_comes_back_and_computes_the_same(tmp_path: Path, family: str) -> None:
-    FAMILIES[family](tmp_path / "source", Sizes())
-    assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
-    assert to_hf(tmp_path / "megatron", tmp_path / "back", "--shard-gb", "4e-5") == 0
-    assert_same_for_transformers(tmp_path / "back", tmp_path / "source")
 
 
 def test_weights_may_be_cast_on_either_way(tmp_path: Path) -> None:

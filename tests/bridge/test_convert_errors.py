@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, TRACKER
 from tests.bridge.conversions import contents, to_hf, to_megatron
-from tests.bridge.directories import Sizes, write_qwen2, write_qwen3
+from tests.bridge.directories import Sizes, write_qwen3
 from tests.damage import UNUSABLE
 
 LAST = "model-00002-of-00002.safetensors"
@@ -152,15 +152,6 @@ def test_a_damaged_file_is_named_and_nothing_is_written(
         assert contents(tmp_path) == before
         shutil.rmtree(tmp_path / place)
         (tmp_path / "whole").rename(tmp_path / place)
-
-
-def test_the_nearest_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_qwen2(tmp_path / "source", Sizes())
-    assert to_megatron(tmp_path / "source", tmp_path / "checkpoint") == 0
-    set_config(tmp_path / "checkpoint/hf", architectures=["Qwen3ForCausalLM"], model_type="qwen3")
-    assert to_hf(tmp_path / "checkpoint", tmp_path / "out") == 2
-    key = "decoder.layers.self_attention."
-    assert f"{key}q_layernorm.weight is missing (nearest name: {key}linear_qkv.bias)" in printed_error(capsys)
 
 
 def test_nothing_is_overwritten_unasked(

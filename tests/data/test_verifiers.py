@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_dppo.config import Config, DataConfig, ModelConfig, RolloutConfig, VerifiersConfig, replace
-from megatron_dppo.data.generators import check_environment
 from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.turns import NothingLeftError, OtherAnswerError
@@ -26,9 +24,6 @@ from megatron_dppo.rewards.workers import RewardWorkers, Scored
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import Client, ConversationFunction
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
-from megatron_dppo.rollout.engine import generate
-from megatron_dppo.rollout.local import LocalEngine
-from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.scoring import GroupScoring
 from tests.policies import write_policy
 from tests.rollout.test_local import make_policy, one_thread, sampling_of, weights_of  # noqa: F401
@@ -158,11 +153,6 @@ def test_an_environment_that_ends_its_process_is_named(tmp_path: Path, leaves: s
         load(replace(CONFIG, environment="leaves-early"), "train")
     assert (refused.value.setting, refused.value.value) == ("data.verifiers.environment", "leaves-early")
     assert refused.value.problem == words
-
-
-def test_an_environment_has_to_be_named() -> None:
-    with pytest.raises(UserError, match="names no environment"):
-        check_environment(VerifiersConfig())
 
 
 GUESS = """
@@ -340,40 +330,6 @@ def test_an_environments_tools_answer_the_policys_calls(calling: Any) -> None:
     assert group_score(made) == [level + 0.5 * shortest[0] + 16.0 * 3, 0.0]
 
 
-def test_tools_that_the_policy_was_not_told_of_are_refused(calling: Any) -> None:
-    from megatron_dppo.data.verifiers import _problems, load_environment
-
-    data = replace(CONFIG, arguments={"tools": 1, "size": 8})
-    config = Config(data=DataConfig(train="verifiers", verifiers=data), rollout=RolloutConfig(conversation="verifiers"))
-    prompt = prompts_of(_problems(data, "train"), config.data, calling)[0]
-    environment = load_environment("toy-sums", data.arguments)
-    environment.remove_tool(environment.tools[0])
-    with pytest.raises(UserError, match="it offers the policy other tools than its problem has"):
-        conversation(config, calling, prompt, "2")
-    own = calling.chat_template
-    for other in (own.replace("<tool_call>", "<call>"), own.replace("Call them", "Call <function=NAME>")):
-        calling.chat_template = other
-        with pytest.raises(
-            UserError, match="it has tools, and the chat template has them called otherwise than by JSON"
-        ):
-            conversation(config, calling, prompt, "2")
-
-
-@pytest.mark.parametrize(
-    ("info", "names"), [({}, ["add"]), ("{}", ["add"]), ({"tool_defs": None}, []), ({"tool_defs": []}, []),
-    ('{"tool_defs": [{"name": "find", "description": "", "parameters": {}}]}', ["find"])],
-)  # fmt: skip
-def test_a_problem_has_the_tools_that_its_environment_offers(info: Any, names: list[str]) -> None:
-    from megatron_dppo.data.verifiers import _Policy, _row, load_environment
-
-    environment = load_environment("toy-sums", {"tools": 1})
-    problem = next(iter(environment.get_dataset())) | {"info": info}
-    row = _row(problem, CONFIG, 1, {}, environment.tool_defs)
-    assert [tool["function"]["name"] for tool in row.values.get("tools", [])] == names
-    state = asyncio.run(environment.init_state(problem, _Policy(None, ()), "policy"))
-    assert [tool.name for tool in state["tool_defs"]] == names
-
-
 def test_an_environment_that_answers_otherwise_when_it_is_scored_is_an_error() -> None:
     from megatron_dppo.data.verifiers import group_score
 
@@ -382,42 +338,6 @@ def test_an_environment_that_answers_otherwise_when_it_is_scored_is_an_error() -
     completion = conversation(config, tokenizer, prompts[0], "0", prompts[0].label)
     with pytest.raises(OtherAnswerError, match="The environment answered, otherwise than when"):
         group_score([item(prompts[0], completion, tokenizer)])
-
-
-def test_a_group_of_environments_has_turns_as_each_of_them_wants() -> None:
-    from megatron_dppo.data.verifiers import group_score
-
-    config = game("mixed")
-    tokenizer, prompts = chat_prompts(config)
-    systems = [prompt.text.count("play") for prompt in prompts]
-    one, several = prompts[systems.index(0)], prompts[systems.index(1)]
-    for prompt, turns in ((one, 1), (several, 4)):
-        texts = ("0", "9", "0", "9", "0")
-        completion = conversation(config, tokenizer, prompt, *texts)
-        assert tokenizer.decode(completion.token_ids[completion.loss_mask]).count("<|im_end|>") == turns
-        found = group_score([item(prompt, completion, tokenizer)])
-        assert found == told_by_rubric(config, prompt, [texts[:turns]])
-
-
-def test_whatever_a_policy_says_with_the_local_engine_is_scored() -> None:
-    """What it says at random, special tokens in its midst, is told to the environment the same way twice."""
-    from megatron_dppo.data.verifiers import group_score
-
-    config = game()
-    tokenizer, prompts = chat_prompts(config)
-    function = function_of(config)
-    policy = make_policy()
-    policy.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    policy.config.save_pretrained(Path())
-    with closing(LocalConversations(function, timeout_s=60.0, attempts=1)) as talks:
-        engine = LocalEngine(Path(), device=torch.device("cpu"), dtype=torch.float32, max_batch=64, conversations=talks)
-        engine.update_weights(weights_of(policy), version=1)
-        sampling = sampling_of(samples=6, max_tokens=112, stop=(tokenizer.eos_token_id, *range(20, 26)))
-        groups = generate(engine, prompts[:3], sampling)
-    several = {(each.finish_reason, bool((~each.loss_mask).any())) for group in groups for each in group}
-    assert {("stop", True), ("length", True)} <= several
-    for prompt, group in zip(prompts, groups, strict=False):
-        assert len(group_score([item(prompt, each, tokenizer) for each in group])) == 6
 
 
 def test_what_an_environment_of_several_turns_lacks_is_said() -> None:
