@@ -3,17 +3,14 @@ fewer prompts has a bias that vanishes with their number."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from megatron_dppo.config import LossConfig
 from megatron_dppo.rl.advantages import minibatch_advantages
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.plan import plan_step, take_groups
-from megatron_dppo.rl.types import Floats, Ints, StepMetadata
+from megatron_dppo.rl.plan import plan_step
+from megatron_dppo.rl.types import Floats, StepMetadata
 from tests.rl.plans import step_config, step_metadata
 
 NAMES = ["reinforce_pp", "reinforce_pp_baseline"]
@@ -55,48 +52,6 @@ def test_prompts_count_alike_whatever_their_group_has_and_by_how_many_they_stand
     found = minibatch_advantages(np.tile(rewards, 2), np.ones(3), objective, present)
     np.testing.assert_allclose(found[:, :4], once, rtol=1e-12)
     assert not found[1:, 4:].any()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_advantages_do_not_depend_on_which_completions_are_kept(name: str) -> None:
-    metadata = step_metadata(6)
-    kept = {}
-    for keep in (0.2, 1.0):
-        config = step_config(keep=keep, name=name)
-        step = plan_step(metadata, config, replicas=1, align=1, capacity_multiple=1, step=0, pipeline=1)
-        samples = step.minibatches[0].samples
-        kept[keep] = dict(
-            zip(zip(samples.group, samples.completion, strict=True), samples.advantage[:, 0], strict=True)
-        )
-    assert 0 < len(kept[0.2]) < len(kept[1.0])
-    assert kept[0.2].items() <= kept[1.0].items()
-
-
-def bias(name: str, copies: int, *, weighted: bool) -> float:
-    """‖E[Σ A ∇/(π N G)] − Σ A ∇/(N G)‖ over the latter, of independent draws of prompts, all of which are summed up."""
-    rewards = np.tile(np.array([[1.0, 1, 1, 0], [0, 0, 0, 1], [1, 0, 1, 0]]), (copies, 1))
-    inclusion = np.tile(np.array([0.5, 0.9, 0.7]), copies)
-    scores = np.tile(np.random.default_rng(0).normal(size=(3, 4, 9)), (copies, 1, 1))
-    whole = step_metadata(3 * copies, 4, rewards=rewards)
-    chosen = replace(whole, prompt_inclusion=inclusion)
-    full = (advantages_of(name, whole)[..., None] * scores).mean(axis=(0, 1))
-    expected = np.zeros_like(full)
-    for mask in itertools.product([False, True], repeat=3 * copies):
-        drawn: Ints = np.flatnonzero(mask)
-        part = take_groups(chosen if weighted else whole, drawn)
-        values = advantages_of(name, part) / inclusion[drawn, None]
-        chance = np.where(mask, inclusion, 1.0 - inclusion).prod()
-        expected += chance * (values[..., None] * scores[drawn]).sum(axis=(0, 1)) / rewards.size
-    return float(np.linalg.norm(expected - full) / np.linalg.norm(full))
-
-
-def test_moments_of_pruned_prompts_are_a_ratio_whose_bias_vanishes_with_their_number() -> None:
-    """As that of any ratio; without the weights 1/π it stays."""
-    times = np.array([1, 2, 3])
-    biases = np.array([bias("reinforce_pp", copies, weighted=True) for copies in times])
-    assert biases[0] > 0.05
-    assert np.log(biases[1:] / biases[0]) / np.log(times[1:]) == pytest.approx([-1.0, -1.0], abs=0.25)
-    assert bias("reinforce_pp", 3, weighted=False) > 3 * biases[2]
 
 
 @pytest.mark.parametrize(("name", "said"), [("reinforce_pp", True), ("reinforce_pp_baseline", True), ("rloo", False)])

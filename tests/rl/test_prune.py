@@ -146,9 +146,3 @@ def test_with_the_factor_of_its_loss_another_trainer_has_the_gradient_of_the_who
         unscaled.append(terms)
     assert np.mean(found) == pytest.approx(full, rel=0.02)
     assert name == "dapo" or np.mean(unscaled) > 1.5 * full
-
-
-def test_the_factors_are_told_where_the_function_is():
-    recipe = (Path(__file__).parents[2] / "docs" / "recipes" / "other_trainers.md").read_text(encoding="utf-8")
-    for name in DIVISORS:
-        assert f"``{name}``" in str(prune.__doc__) and f"`{name}`" in recipe

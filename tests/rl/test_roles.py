@@ -136,16 +136,6 @@ def test_over_all_conversations_and_draws_each_role_has_the_gradient_of_its_own_
     np.testing.assert_allclose(total * LONGEST, expected, rtol=1e-9)
 
 
-def test_the_sum_over_roles_is_the_gradient_of_the_reward_that_all_share() -> None:
-    """And of no other one: what the first token does to the critic's reward is not in it."""
-    everything = np.array([scores(path).sum(axis=0) for path in PATHS])
-    shared = (PROBABILITY * REWARDS[:, 0]) @ everything
-    of_critic = [scores(path)[np.array(said) == 1].sum(axis=0) for path, said in zip(PATHS, SPOKEN, strict=True)]
-    np.testing.assert_allclose(by_own_words(0) + (PROBABILITY * REWARDS[:, 0]) @ np.array(of_critic), shared)
-    both = (PROBABILITY * REWARDS.sum(axis=1)) @ everything
-    assert np.abs(by_own_words(0) + by_own_words(1) - both).max() > 0.05
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

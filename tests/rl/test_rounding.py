@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -136,13 +134,3 @@ def test_ones_and_zeros_are_exact_and_padding_stays():
 def test_one_is_right_however_it_was_added_up():
     assert all(map(is_right, RIGHT[0].tolist()))
     assert is_right(1.5) and not is_right(1.0 - 1e-6) and not is_right(float("nan"))
-
-
-def test_a_minibatch_keeps_no_completion_for_rounding():
-    metadata = step_metadata(1, 4, rewards=ALIKE)
-    config = step_config(rule="none")
-    draw = prune_minibatch(metadata, config, objective_for(config.loss), keep=1.0, rng=np.random.default_rng(0))
-    assert not draw.kept.any()
-    mixed_one = replace(metadata, rewards=ALIKE + np.array([[1.0, 0.0, 0.0, 0.0]]))
-    draw = prune_minibatch(mixed_one, config, objective_for(config.loss), keep=1.0, rng=np.random.default_rng(0))
-    assert draw.kept.all()

@@ -93,15 +93,6 @@ def training_sample(step: StepPlan, k: int, path: tuple[int, ...], segments: Int
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_unpruned_plan_sums_up_to_the_formula(name: str) -> None:
-    given = CASES[name]()
-    config = config_for(given, "none")
-    segments = tree_advantages(given.rewards, given.segments, given.tree)
-    expected = given.gradient(segments).mean(axis=0) / LONGEST
-    np.testing.assert_allclose(gradient(given, plan(metadata_of(given), config)), expected, atol=1e-13)
-
-
 @pytest.mark.parametrize("rule", ["neyman", "threshold"])
 @pytest.mark.parametrize("name", CASES)
 def test_over_all_trees_and_all_draws_the_pruned_plan_is_unbiased(

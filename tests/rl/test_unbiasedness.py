@@ -283,12 +283,8 @@ def settings(prompts: str, completions: str, keep: Keep = 0.5, **loss) -> Config
         ("neyman", "neyman", {"name": "grpo"}),
         ("neyman", "neyman", {"name": "grpo", "kl_coef": 0.1, "tis_cap": 2.0}),
         ("none", "neyman", {"name": "dapo", "tis_cap": 2.0}),
-        ("neyman", "none", {"name": "grpo"}),
-        ("none", "neyman", {"name": "grpo", "clip_low": 0.01, "clip_high": 0.01}),
         ("neyman", "neyman", {"name": "rloo", "mask_below": 0.2, "mask_above": 3.0}),
         ("neyman", "neyman", {"name": "dr_grpo", "trust_region": "tv"}),
-        ("none", "neyman", {"name": "reinforce_pp", "trust_region": "kl"}),
-        ("none", "neyman", {"name": "reinforce_pp_baseline"}),
         ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
         ("neyman", "neyman", {"name": "gmpo"}),
         ("neyman", "neyman", {"name": "sapo"}),
@@ -298,9 +294,8 @@ def test_the_expected_pruned_gradient_is_the_full_gradient(world, monkeypatch, p
     assert relative_error(world, settings(prompts, completions, **loss), monkeypatch) < 1e-6
 
 
-@pytest.mark.parametrize("prompts", ["none", "neyman"])
-def test_so_it_is_where_the_share_is_the_most_efficient_one(world, monkeypatch, prompts):
-    config = settings(prompts, "neyman", keep="auto", name="grpo")
+def test_so_it_is_where_the_share_is_the_most_efficient_one(world, monkeypatch):
+    config = settings("neyman", "neyman", keep="auto", name="grpo")
     everything = world.metadata(Selection(np.arange(PROMPTS), np.ones(PROMPTS), window=PROMPTS))
     pruned = prune_minibatch(everything, config, objective_for(config.loss), keep="auto", rng=np.random.default_rng(0))
     assert 0.0 < pruned.inclusion[~pruned.zero_advantage].min() < 1.0
@@ -344,11 +339,8 @@ def test_so_it_is_with_a_teacher_of_all_prompts_or_of_some(world, monkeypatch, p
     ("prompts", "loss"),
     [
         ("neyman", {"name": "grpo"}),
-        ("neyman", {"name": "grpo", "kl_coef": 0.1}),
         ("none", {"name": "dapo"}),
-        ("neyman", {"name": "rloo", "trust_region": "tv"}),
         ("none", {"name": "reinforce_pp"}),
-        ("neyman", {"name": "dr_grpo", "distillation": DistillationConfig(teacher="T", coef=0.5)}),
         ("none", {"name": "grpo", "distillation": ALONE}),
     ],
 )
