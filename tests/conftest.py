@@ -23,30 +23,11 @@ import pytest
 
 from tests.ranks import RankPool
 
-LONGEST = [
-    Path(__file__).parent / name
-    for name in (
-        "rehearsal/test_rehearsal.py",
-        "trainer/test_checkpoint.py",
-        "docs/test_commands.py",
-        "test_split_invariance.py",
-        "test_real_gradients.py",
-        "test_ahead.py",
-        "models/test_actor.py",
-        "data/test_reasoning_gym.py",
-        "rewards/test_workers.py",
-        "estimate/test_memory_real.py",
-        "trainer/test_resume.py",
-        "rollout/servers/test_sender.py",
-        "docs/test_notebook.py",
-        "observe/test_loggers.py",
-        "data/test_verifiers.py",
-        "bridge/test_stream.py",
-        "models/test_logits.py",
-        "trainer/test_routing_replay.py",
-    )
-]
-"""Files that take longest. They begin first, so that none of them is what everyone waits for in the end."""
+SLOW_LIST = Path(__file__).with_name("slow.txt")
+"""The second tier: ids of tests that took ``SLOW_S`` seconds or more. ``scripts/test.sh --measure`` writes the file."""
+SLOW_S = 1.0
+KEPT = {"quick", "servers", "slurm", "browser", "gpu"}
+"""Markers of tests that are never in the list: representatives of a law or a command, and tests of other tiers."""
 
 # A shell has what it starts in the background ignore Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,8 +37,49 @@ hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--measure", action="store_true", help=f"write the ids of slow tests to {SLOW_LIST}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("measure") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Stopwatch())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark slow tests, and begin with groups: a group runs on one worker, so that the others must not wait for it."""
+    slow = set(SLOW_LIST.read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    whole_suite = {Path(word).resolve() for word in config.args} == {Path(__file__).parent}
+    gone = slow - {item.nodeid for item in items}
+    if whole_suite and gone and not config.getoption("measure"):
+        raise pytest.UsageError(f"{SLOW_LIST} names tests that are gone: {sorted(gone)}. Run scripts/test.sh --measure")
+
+
+class Stopwatch:
+    """Adds up the seconds of each test: set-up, call and teardown."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.kept: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test = report.nodeid
+        if "xdist_group" in report.keywords and "@" in test:
+            test = test.rpartition("@")[0]  # pytest-xdist appends the group's name
+        self.seconds[test] = self.seconds.get(test, 0.0) + report.duration
+        if KEPT & set(report.keywords):
+            self.kept.add(test)
+
+    def pytest_sessionfinish(self) -> None:
+        """Replace the entries of the tests that ran; other entries stay."""
+        found = {test for test, seconds in self.seconds.items() if seconds >= SLOW_S} - self.kept
+        others = set(SLOW_LIST.read_text(encoding="utf-8").splitlines()) - self.seconds.keys()
+        SLOW_LIST.write_text("".join(f"{test}\n" for test in sorted(found | others)), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
