@@ -17,21 +17,26 @@ def house() -> ModuleType:
         return importlib.import_module("house")
 
 
-def test_no_import_goes_up_a_floor(house: ModuleType) -> None:
-    assert not house.upward(house.imports(house.modules()))
+@pytest.fixture(scope="module")
+def pairs(house: ModuleType) -> list[tuple[str, str]]:
+    return list(house.imports(house.modules()))
 
 
-def test_no_files_import_each_other_in_a_circle(house: ModuleType) -> None:
-    assert not house.circles(house.imports(house.modules()))
+def test_no_import_goes_up_a_layer(house: ModuleType, pairs: list[tuple[str, str]]) -> None:
+    assert not house.upward(pairs)
 
 
-def test_compress_stands_alone(house: ModuleType) -> None:
-    """Only the command line's table of commands names it, by strings."""
-    pairs = [[house.room(module) for module in pair] for pair in house.imports(house.modules())]
-    assert {importer for importer, imported in pairs if imported == "compress"} == {"compress"}
+def test_no_files_import_in_a_circle(house: ModuleType, pairs: list[tuple[str, str]]) -> None:
+    assert not house.circles(pairs)
 
 
-def test_imports_are_found_in_every_form_they_are_written_in(house: ModuleType, tmp_path: Path) -> None:
+def test_compress_stands_alone(house: ModuleType, pairs: list[tuple[str, str]]) -> None:
+    """The command line's table of commands names compress by strings only."""
+    packages = [[house.room(module) for module in pair] for pair in pairs]
+    assert {importer for importer, imported in packages if imported == "compress"} == {"compress"}
+
+
+def test_every_form_of_import_is_found(house: ModuleType, tmp_path: Path) -> None:
     package = tmp_path / "megatron_dppo"
     (package / "rl").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -49,7 +54,7 @@ def test_imports_are_found_in_every_form_they_are_written_in(house: ModuleType, 
     assert house.circles(pairs) == [[f"{name}.rl.pack", f"{name}.rl.plan", f"{name}.train"]]
 
 
-def test_contributing_shows_the_floors(house: ModuleType) -> None:
+def test_contributing_lists_the_layers(house: ModuleType) -> None:
     rows = re.findall(r"^\| (\d) \| (.+?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     shown = {int(floor): set(re.findall(r"`(\w+)/?`", rooms)) for floor, rooms in rows}
     assert shown == {floor: set(rooms) - {"__main__"} for floor, rooms in enumerate(house.FLOORS)}
