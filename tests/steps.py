@@ -1,12 +1,12 @@
-"""One step of made-up groups for tests that train a real policy on real ranks."""
+"""Made-up training steps for tests that train a real policy on real ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,13 +25,13 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize
-from megatron_dppo.rl.pack import LEAST_SHARED, shared_lengths
+from megatron_dppo.rl.pack import LEAST_SHARED
 from megatron_dppo.rl.plan import plan_step
-from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan, no_segments
+from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from megatron_dppo.trainer.learner import Learner
+from tests.ranks import RankPool
 
 QUERIES, SAMPLES, VOCAB = 6, 4, 131
 Weights = dict[str, torch.Tensor]
@@ -57,84 +57,74 @@ def config_for(
 
 
 def step_of_groups(ranks: int) -> tuple[StepMetadata, list[Group]]:
-    """A step with prompts pruned (weights up to 5), mixed rewards, and every second longer response with a stretch that
-    the policy was given and did not sample, and some that begin alike; the same for every number of ranks."""
-    rng = np.random.default_rng(37)  # by which a loss is no small difference of its terms
+    """Return a made-up step, the same for every number of ranks.
+
+    - Prompts are pruned, with weights up to 5. Rewards of a group are mixed.
+    - Every second response has a segment that the policy did not sample, if the response is long enough.
+    - In every second group the third response shares a prefix with the second.
+    """
+    rng = np.random.default_rng(37)  # with this seed the loss is no small difference of its terms
     groups = []
     for index in range(QUERIES):
         prompt = Prompt(index, rng.integers(3, VOCAB, rng.integers(2, 9)).astype(np.int32), "", "")
         lengths_of_group = rng.integers(1, 24, SAMPLES)
         if index % 2:
             lengths_of_group[1:3] = LEAST_SHARED + 1 + lengths_of_group[1:3] % 6
-        completions = tuple(
-            Completion(
-                rng.integers(3, VOCAB, length).astype(np.int32),
-                rng.normal(-3.0, 1.0, length).astype(np.float32),
-                loss_mask(length, given=sample % 2 == 1 and length > 6),
-                (VersionSpan(0, int(length)),),
-                "stop",
-            )
-            for sample, length in enumerate(lengths_of_group)
-        )
-        if index % 2:  # the third response goes on from within the second
+        completions = tuple(draw_completion(rng, length, sample) for sample, length in enumerate(lengths_of_group))
+        if index % 2:
             common = completions[1].token_ids[:LEAST_SHARED]
             completions[2].token_ids[: len(common)] = common
         rewards = rng.permutation([1.0, 0.0, 0.0, 1.0 if index % 2 else 0.0])
         groups.append(Group(prompt, completions, rewards))
-    lengths = np.array([[len(c.token_ids) for c in g.completions] for g in groups])
-    metadata = StepMetadata(
-        prompt_ids=np.arange(QUERIES),
-        prompt_inclusion=np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]),
-        prompt_lengths=np.array([len(g.prompt.token_ids) for g in groups]),
-        response_lengths=lengths,
-        shared_lengths=np.array([shared_lengths(len(g.prompt.token_ids), g.completions) for g in groups]),
-        sampled_lengths=np.array([[c.loss_mask.sum() for c in g.completions] for g in groups]),
-        further_lengths=no_further(lengths.shape),
-        rewards=np.array([g.rewards for g in groups]),
-        score_norms=rng.uniform(0.5, 2.0, lengths.shape),
-        log_ratios=np.zeros((*lengths.shape, 2)),
-        teacher=np.full(QUERIES, -1),
-        segments=no_segments(lengths.shape),
-        versions=np.zeros(lengths.shape, np.int64),
-        truncated=np.zeros(lengths.shape, bool),
-        owners=np.arange(QUERIES) % ranks,
-        window=float(QUERIES + 3),
+    made = metadata_of(groups, np.array([1.0, 0.5, 0.25, 0.2, 0.7, 1.0]), samples=SAMPLES, segments=0, owner=0)
+    score_norms = rng.uniform(0.5, 2.0, (QUERIES, SAMPLES))
+    owners = np.arange(QUERIES) % ranks
+    return dataclasses.replace(made, score_norms=score_norms, owners=owners, window=float(QUERIES + 3)), groups
+
+
+def draw_completion(rng: np.random.Generator, length: int, sample: int) -> Completion:
+    """Draw tokens and log-probabilities; of an odd ``sample`` three tokens are not sampled by the policy."""
+    sampled = np.ones(length, bool)
+    sampled[2:5] = sample % 2 == 0 or length <= 6
+    return Completion(
+        rng.integers(3, VOCAB, length).astype(np.int32),
+        rng.normal(-3.0, 1.0, length).astype(np.float32),
+        sampled,
+        (VersionSpan(0, int(length)),),
+        "stop",
     )
-    return metadata, groups
 
 
 def step_with_system_messages(ranks: int) -> tuple[StepMetadata, list[Group]]:
-    """That of ``step_of_groups``, where all prompts but the first begin with the same tokens, and the last two with
-    more of them."""
+    """Return ``step_of_groups`` with longer prompts: all but the first share a prefix, the last two a longer prefix."""
     metadata, groups = step_of_groups(ranks)
     message = np.arange(3, 3 + 2 * LEAST_SHARED, dtype=np.int32)
-    begun = [message[: LEAST_SHARED * number] for number in (0, 1, 1, 1, 2, 2)]
-    prompts = [np.concatenate([begin, group.prompt.token_ids]) for begin, group in zip(begun, groups, strict=True)]
-    more = np.array([len(begin) for begin in begun])
-    return dataclasses.replace(
-        metadata,
-        prompt_lengths=metadata.prompt_lengths + more,
-        shared_lengths=np.where(np.arange(SAMPLES) > 0, metadata.shared_lengths + more[:, None], 0),
-    ), [
-        dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, token_ids=prompt))
-        for group, prompt in zip(groups, prompts, strict=True)
-    ]
+    longer = []
+    for group, pieces in zip(groups, (0, 1, 1, 1, 2, 2), strict=True):
+        token_ids = np.concatenate([message[: LEAST_SHARED * pieces], group.prompt.token_ids])
+        longer.append(dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, token_ids=token_ids)))
+    return describe_again(metadata, longer), longer
 
 
 def step_of_sequences(ranks: int) -> tuple[StepMetadata, list[Group]]:
-    """That of ``step_of_groups``, with longer responses cut into three sequences, each of which has all before it for
-    its context."""
+    """Return ``step_of_groups`` with longer responses in three sequences; the context is all tokens before."""
     metadata, groups = step_of_groups(ranks)
     cut = [
         dataclasses.replace(group, completions=tuple(in_sequences(group.prompt, each) for each in group.completions))
         for group in groups
     ]
-    made = metadata_of(cut, metadata.prompt_inclusion, samples=SAMPLES, segments=0, owner=0)
+    return describe_again(metadata, cut), cut
+
+
+def describe_again(metadata: StepMetadata, groups: list[Group]) -> StepMetadata:
+    """Return the metadata of changed groups, with the owners, score norms and window of ``metadata``."""
+    made = metadata_of(groups, metadata.prompt_inclusion, samples=SAMPLES, segments=0, owner=0)
     same = {"score_norms": metadata.score_norms, "owners": metadata.owners, "window": metadata.window}
-    return dataclasses.replace(made, **same), cut
+    return dataclasses.replace(made, **same)
 
 
 def in_sequences(prompt: Prompt, whole: Completion) -> Completion:
+    """Cut a completion of 8 tokens or more into three sequences."""
     length, read = len(whole.token_ids), len(prompt.token_ids)
     if length < 8:
         return whole
@@ -142,7 +132,7 @@ def in_sequences(prompt: Prompt, whole: Completion) -> Completion:
     lengths = [bounds[1], read + bounds[2], read + length]
 
     def joined(of_prompt: np.ndarray, values: np.ndarray, given: np.ndarray) -> np.ndarray:
-        """The values of the sequences' own tokens, after ``given`` of those before them."""
+        """Return each sequence's values behind ``given`` for its context."""
         parts = [values[: bounds[1]]]
         for first, last in itertools.pairwise(bounds[1:]):
             parts += [of_prompt, given[:first], values[first:last]]
@@ -159,31 +149,6 @@ def in_sequences(prompt: Prompt, whole: Completion) -> Completion:
     )
 
 
-def step_of_one_group(ranks: int) -> tuple[StepMetadata, list[Group]]:
-    """64 completions of a prompt of one token, the rewards of which are mixed."""
-    rng = np.random.default_rng(5)
-    completions = tuple(
-        Completion(
-            rng.integers(3, VOCAB, length).astype(np.int32),
-            rng.normal(-3.0, 1.0, length).astype(np.float32),
-            loss_mask(length, given=False),
-            (VersionSpan(0, int(length)),),
-            "stop",
-        )
-        for length in rng.integers(1, 12, 64)
-    )
-    rewards = (rng.random(64) < 0.3).astype(np.float64)
-    group = Group(Prompt(0, np.array([7], np.int32), "", ""), completions, rewards)
-    metadata = metadata_of([group], np.ones(1), samples=64, segments=0, owner=0)
-    return dataclasses.replace(metadata, window=1.0), [group]
-
-
-def loss_mask(length: int, *, given: bool) -> np.ndarray:
-    mask = np.ones(length, bool)
-    mask[2:5] = not given
-    return mask
-
-
 def plan_for(world: World, config: Config, metadata: StepMetadata, groups: Sequence[Group] = ()) -> StepPlan:
     layout = config.layout
     return plan_step(
@@ -198,6 +163,28 @@ def plan_for(world: World, config: Config, metadata: StepMetadata, groups: Seque
     )
 
 
+def size_of(layout: LayoutConfig) -> int:
+    """Return the ranks of a layout."""
+    return layout.tp * layout.pp * layout.cp * (layout.dp or 1)
+
+
+def run_in_layouts(ranks: RankPool, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, list[Any]]:
+    """Run calls on the ranks of their layouts; calls on equally many ranks share processes.
+
+    Args:
+        calls: by name: a function, a configuration and further arguments.
+
+    Returns:
+        The results of each call, one per rank.
+    """
+    found = {}
+    for size in {size_of(config.layout) for _, config, *_ in calls.values()}:
+        names = [name for name, (_, config, *_) in calls.items() if size_of(config.layout) == size]
+        results = ranks.in_turn(size, *(calls[name] for name in names))
+        found |= dict(zip(names, results, strict=True))
+    return found
+
+
 def build(config: Config) -> tuple[World, Learner, PolicyParts]:
     world = initialize(config.layout, seed=1, timeout_s=120.0)
     policy = assemble_policy(config, world, temperature=config.rollout.temperature)
@@ -209,7 +196,7 @@ def held_by(rank: int, metadata: StepMetadata, groups: list[Group]) -> dict[int,
 
 
 def weights_of(policy: PolicyParts, world: World) -> Weights:
-    """Copies of the policy's tensors, whole, under Hugging Face's names. Collective."""
+    """Return copies of the policy's whole tensors under Hugging Face's names. Collective."""
     return {
         name: tensor.clone() for bucket in weight_stream(policy.actor.chunks, world) for name, tensor in bucket.items()
     }

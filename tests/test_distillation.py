@@ -23,11 +23,11 @@ from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.learner import PolicyLoss
 from megatron_dppo.trainer.preflight import preflight
+from tests.laws.test_split_invariance import LAYOUTS, ONE, assert_same_update, learned
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.steps import SAMPLES, VOCAB, config_for, step_of_groups
+from tests.steps import SAMPLES, VOCAB, config_for, size_of, step_of_groups
 from tests.test_formula import TEMPERATURE, update
-from tests.test_split_invariance import LAYOUTS, ONE, assert_same_update, learned, size_of
 
 COEF = 0.7
 SERVER = "http://teacher:30000"

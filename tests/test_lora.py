@@ -35,12 +35,13 @@ from megatron_dppo.trainer.preflight import disk_needed
 from megatron_dppo.trainer.writer import STATE
 from tests.bridge.conversions import contents, weights
 from tests.bridge.directories import SMOLLM2, Sizes, write_llama, write_qwen3_moe
+from tests.laws.test_split_invariance import GRPO, ONE
 from tests.policies import trains, write_family, write_policy
 from tests.ranks import RankPool
-from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
-from tests.test_split_invariance import GRPO, ONE, THREE, size_of
+from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, size_of, step_of_groups, weights_of
 from tests.trainer.test_checkpoint import configure, ranks_in, replace_run, train
 
+THREE = {"tp3 sp": LayoutConfig(tp=3, dp=1, sequence_parallel=True)}
 LORA = LoraConfig(rank=3, alpha=6.0)
 
 

@@ -21,11 +21,11 @@ from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import PolicyLoss
+from tests.laws.test_split_invariance import reverse_order
 from tests.models.test_offload import state_of
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
-from tests.test_split_invariance import reverse_order
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,12 +15,12 @@ from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.models.routing import REPLACED
 from megatron_dppo.rl.types import Group
 from tests.bridge.directories import Sizes, write_qwen3_moe
+from tests.laws.test_split_invariance import ONE, Update, assert_same_update
 from tests.policies import trains, write_family
 from tests.ranks import RankPool
 from tests.small_runs import configure, rows, write_run
-from tests.steps import VOCAB, build, config_for, held_by, plan_for, step_of_groups, weights_of
+from tests.steps import VOCAB, build, config_for, held_by, plan_for, size_of, step_of_groups, weights_of
 from tests.test_ahead import Mortal, die, live
-from tests.test_split_invariance import ONE, Update, assert_same_update, size_of
 
 EXPERTS, LAYERS = 8, 4
 SHARED = "in shared packs"
