@@ -1,9 +1,10 @@
-"""The conversion commands as tests call them, and what they leave behind."""
+"""The conversion commands as tests call them, and readers of what they write."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -19,29 +20,38 @@ from megatron_dppo.models.shape import PolicyShape, read_shape
 
 
 def to_megatron(source: Path, out: Path, *options: str) -> int:
-    """The exit code of ``hf_to_megatron.py``."""
+    """Return the exit code of ``hf_to_megatron.py``."""
     return run(hf_to_megatron, parse_hf_to_megatron([str(source), str(out), *options]))
 
 
 def to_hf(checkpoint: Path, out: Path, *options: str) -> int:
-    """The exit code of ``megatron_to_hf.py``."""
+    """Return the exit code of ``megatron_to_hf.py``."""
     return run(megatron_to_hf, parse_megatron_to_hf([str(checkpoint), str(out), *options]))
 
 
+def printed_error(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the single error on stderr, in one line."""
+    text = capsys.readouterr().err
+    text = text[text.index("error: ") :]
+    assert text.count("error: ") == text.count("problem") == text.count("remedy") == 1
+    assert "Traceback" not in text
+    return " ".join(text.split())
+
+
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face directory, read with safetensors alone."""
+    """Return all tensors of a Hugging Face directory, read with safetensors alone."""
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def policy_tensors(path: Path, shape: PolicyShape | None = None) -> dict[str, torch.Tensor]:
-    """The policy's tensors as streams have them: the experts of a layer are apart, whatever the files hold."""
+    """Return the policy's tensors in the form of streams: each expert apart, in whatever form the files have them."""
     found = check_weights(path, shape or read_shape(path))
     values = {name: torch.from_numpy(tensor.values().copy()) for name, tensor in found.items()}
     return {name: each.view(torch.bfloat16) if found[name].dtype == "BF16" else each for name, each in values.items()}
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    """Bit by bit, names and types included."""
+    """Compare bit by bit, names and types included."""
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype
         and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))
@@ -50,5 +60,5 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """Return every file below a folder."""
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,49 +44,6 @@ SMOLLM2 = Sizes(hidden_size=36, num_attention_heads=9, num_key_value_heads=3, he
 """The heads of SmolLM2-135M, which three ranks divide, and two do not."""
 
 
-def write_qwen3(
-    path: Path, sizes: Sizes, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
-) -> PolicyShape:
-    """A policy with random weights everywhere (norms and biases too, where ones and zeros would hide an error)."""
-    return _write(path, Qwen3Config(**asdict(sizes), **COMMON), dtype, shard_size)
-
-
-def write_qwen2(
-    path: Path, sizes: Sizes, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
-) -> PolicyShape:
-    """The same as a Qwen2.5."""
-    return _write(path, Qwen2Config(**asdict(sizes), **COMMON), dtype, shard_size)
-
-
-def write_llama(
-    path: Path, sizes: Sizes, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
-) -> PolicyShape:
-    """The same as a Llama."""
-    return _write(path, LlamaConfig(**asdict(sizes), **COMMON), dtype, shard_size)
-
-
-def write_qwen3_moe(
-    path: Path,
-    sizes: Sizes,
-    *,
-    experts: int = 5,
-    experts_per_token: int = 2,
-    renormalises: bool = True,
-    dtype: torch.dtype = torch.float32,
-    shard_size: str = "1GB",
-) -> PolicyShape:
-    """The same with experts, each of the feed-forward layer's size."""
-    fields = {**asdict(sizes), "moe_intermediate_size": sizes.intermediate_size}
-    routing = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "norm_topk_prob": renormalises}
-    return _write(path, Qwen3MoeConfig(**fields, **routing, **COMMON), dtype, shard_size)
-
-
-FAMILIES: dict[str, Callable[..., PolicyShape]] = {
-    "Qwen3": write_qwen3,
-    "Qwen2.5": write_qwen2,
-    "Qwen3-MoE": write_qwen3_moe,
-}
-"""The writer of a directory of each family."""
 COMMON: dict[str, Any] = {
     "max_position_embeddings": 128,
     "bos_token_id": 1,
@@ -95,7 +53,10 @@ COMMON: dict[str, Any] = {
 }
 
 
-def _write(path: Path, config: PreTrainedConfig, dtype: torch.dtype, shard_size: str) -> PolicyShape:
+def write_directory(
+    config: PreTrainedConfig, path: Path, *, dtype: torch.dtype = torch.float32, shard_size: str = "1GB"
+) -> PolicyShape:
+    """Write random weights, also for norms and biases (ones and zeros would hide an error), and a tokenizer."""
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -104,7 +65,7 @@ def _write(path: Path, config: PreTrainedConfig, dtype: torch.dtype, shard_size:
             parameter.copy_(center + 0.2 * torch.randn(parameter.shape, generator=generator))
     model.generation_config = GenerationConfig(do_sample=True, top_k=7, eos_token_id=[2])
     model.to(dtype).save_pretrained(path, max_shard_size=shard_size)
-    # the last row is that of a token which transformers adds to tokenizers of some families
+    # The last row is left to the token that transformers adds to tokenizers of some families.
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size - 1)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")
@@ -113,15 +74,47 @@ def _write(path: Path, config: PreTrainedConfig, dtype: torch.dtype, shard_size:
     return read_shape(path)
 
 
+def _write_dense(kind: type[PreTrainedConfig], path: Path, sizes: Sizes, **options: Any) -> PolicyShape:
+    return write_directory(kind(**asdict(sizes), **COMMON), path, **options)
+
+
+write_qwen3 = partial(_write_dense, Qwen3Config)
+write_qwen2 = partial(_write_dense, Qwen2Config)
+write_llama = partial(_write_dense, LlamaConfig)
+
+
+def write_qwen3_moe(
+    path: Path,
+    sizes: Sizes,
+    *,
+    experts: int = 5,
+    experts_per_token: int = 2,
+    renormalises: bool = True,
+    **options: Any,
+) -> PolicyShape:
+    """Write a policy with experts, each of the feed-forward layer's size."""
+    fields = {**asdict(sizes), "moe_intermediate_size": sizes.intermediate_size}
+    routing = {"num_experts": experts, "num_experts_per_tok": experts_per_token, "norm_topk_prob": renormalises}
+    return write_directory(Qwen3MoeConfig(**fields, **routing, **COMMON), path, **options)
+
+
+FAMILIES: dict[str, Callable[..., PolicyShape]] = {
+    "Qwen3": write_qwen3,
+    "Qwen2.5": write_qwen2,
+    "Qwen3-MoE": write_qwen3_moe,
+}
+"""The writer of a directory of each family."""
+
+
 def logits(path: Path) -> torch.Tensor:
-    """Of the model that transformers loads from a directory, in the type that its config.json names."""
+    """Return logits of the model that transformers loads from a directory, in the type of its config.json."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     with torch.no_grad():
         return model(torch.arange(24)[None]).logits
 
 
 def assert_same_for_transformers(written: Path, source: Path) -> None:
-    """Logits, generation settings and chat template of two directories are the same, bit by bit."""
+    """Compare logits, generation settings and chat template of two directories, bit by bit."""
     assert torch.equal(logits(written), logits(source))
     ours, theirs = (GenerationConfig.from_pretrained(path).to_dict() for path in (written, source))
     assert ours == theirs

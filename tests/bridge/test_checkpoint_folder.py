@@ -1,61 +1,152 @@
-"""A checkpoint is found by its parent's tracker, or named itself; whatever else is named is refused with a hint."""
+"""The checkpoint that a setting names, and the checksums of a checkpoint's files."""
 
 from __future__ import annotations
 
+import io
+import json
+import random
+import shutil
+import zlib
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, find_checkpoint, latest_step
+from megatron_dppo.bridge.checkpoint_folder import (
+    CHECKSUMS,
+    FORMAT,
+    METADATA,
+    TRACKER,
+    BlockWriter,
+    Checksums,
+    DamagedError,
+    find_checkpoint,
+    iteration_name,
+    latest_step,
+)
 from megatron_dppo.errors import UserError
+from tests.damage import DAMAGE, flip
 
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
-    """Two steps and converted weights, the latter step named."""
+    """Two steps and converted weights. The tracker names step 12."""
     folder = tmp_path / "run" / "checkpoints"
     for name in ("iter_0000004", "iter_0000012", "release"):
         (folder / name).mkdir(parents=True)
-        (folder / name / FORMAT).write_text("{}")
+        for file in (FORMAT, METADATA):
+            (folder / name / file).write_text("{}")
     (folder / TRACKER).write_text("12\n")
     return folder
 
 
-def test_the_tracker_names_a_step_or_converted_weights(checkpoints: Path) -> None:
+def test_iterations_have_seven_digits() -> None:
+    assert iteration_name(5) == "iter_0000005"
+
+
+def test_tracker_names_a_step_or_converted_weights(checkpoints: Path) -> None:
     assert find_checkpoint(checkpoints) == checkpoints / "iter_0000012"
+    assert find_checkpoint(checkpoints / "iter_0000004") == checkpoints / "iter_0000004"
     assert latest_step(checkpoints) == 12
     (checkpoints / TRACKER).write_text("release")
     assert find_checkpoint(checkpoints) == checkpoints / "release"
-
-
-def test_a_checkpoint_may_be_named_itself(checkpoints: Path) -> None:
-    assert find_checkpoint(checkpoints / "iter_0000004") == checkpoints / "iter_0000004"
-
-
-def _refusal(folder: Path) -> UserError:
-    with pytest.raises(UserError) as caught:
-        find_checkpoint(folder, "CKPT")
-    assert caught.value.setting == "CKPT"
-    return caught.value
-
-
-def test_what_is_no_checkpoint_is_refused_with_what_is_there(checkpoints: Path) -> None:
-    assert "has iter_0000004, iter_0000012, release" in _refusal(checkpoints / "iter_0000005" / "deeper").problem
-    assert _refusal(checkpoints.parent).remedy == f"Name {checkpoints}"
-    (checkpoints / TRACKER).write_text("5")
-    error = _refusal(checkpoints)
-    assert "names iter_0000005" in error.problem and "iter_0000004, iter_0000012, release" in error.remedy
-    (checkpoints / TRACKER).write_text("latest")
-    assert "says 'latest'" in _refusal(checkpoints).problem
-    (checkpoints / TRACKER).unlink()
-    assert f"neither {TRACKER}" in _refusal(checkpoints).problem
-
-
-def test_a_run_does_not_resume_from_converted_weights(checkpoints: Path) -> None:
-    (checkpoints / TRACKER).write_text("release")
     with pytest.raises(UserError, match=r"run\.dir = .*model\.checkpoint="):
         latest_step(checkpoints)
 
 
-def test_a_folder_without_a_tracker_has_no_step(tmp_path: Path) -> None:
-    assert latest_step(tmp_path / "nowhere") is None
+def test_newest_step_counts_without_a_tracker(checkpoints: Path) -> None:
+    (checkpoints / TRACKER).unlink()
+    assert latest_step(checkpoints) == 12
+    assert latest_step(checkpoints / "nowhere") is None
+
+
+def test_other_folders_are_refused_with_a_hint(checkpoints: Path) -> None:
+    def refuse(folder: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            find_checkpoint(folder, "CKPT")
+        assert caught.value.setting == "CKPT"
+        return str(caught.value)
+
+    there = "iter_0000004, iter_0000012, release"
+    assert f"has {there}" in refuse(checkpoints / "iter_0000005" / "deeper")
+    assert f"Name {checkpoints}" in refuse(checkpoints.parent)
+    (checkpoints / TRACKER).write_text("5")
+    assert "names iter_0000005" in (text := refuse(checkpoints)) and there in text
+    (checkpoints / TRACKER).write_text("latest")
+    assert "says 'latest'" in refuse(checkpoints)
+    (checkpoints / TRACKER).unlink()
+    assert f"neither {TRACKER}" in refuse(checkpoints)
+
+
+TENSORS = (torch.arange(300_000), torch.zeros(0), torch.ones(3, 5, dtype=torch.bfloat16))
+SHARDS = "__0_0.distcp"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A file of three tensors and two small files, one of them in a folder."""
+    folder = tmp_path / "written"
+    (folder / "rollouts").mkdir(parents=True)
+    file = BlockWriter(folder / SHARDS)
+    for tensor in TENSORS:
+        torch.save(tensor, file)
+        file.end_block()
+    file.close()
+    (folder / "rollouts/step.npz").write_bytes(b"groups")
+    (folder / "common.pt").write_bytes(b"common")
+    Checksums(folder, {SHARDS: file.blocks}).write()
+    return folder
+
+
+def read(folder: Path) -> Checksums:
+    found = Checksums.read(folder)
+    assert found is not None
+    return found
+
+
+def blocks_of(folder: Path) -> list[tuple[int, int]]:
+    return json.loads((folder / CHECKSUMS).read_text())["files"][SHARDS]
+
+
+def test_each_tensor_is_a_block_as_torch_writes_it(written: Path) -> None:
+    data, start = (written / SHARDS).read_bytes(), 0
+    for tensor, (end, crc) in zip(TENSORS, blocks_of(written), strict=True):
+        assert torch.equal(torch.load(io.BytesIO(data[start:end])), tensor)
+        assert zlib.crc32(data[start:end]) == crc
+        start = end
+    assert start == len(data)
+
+
+def test_whole_files_pass_in_every_share(written: Path) -> None:
+    read(written).check()
+    for share in range(3):
+        read(written).check(share=share, of=3)
+    (written / CHECKSUMS).unlink()  # as an earlier version left a checkpoint
+    assert Checksums.read(written) is None
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_noticed_and_the_file_named(written: Path, tmp_path: Path, damage: str) -> None:
+    rng = random.Random(damage)
+    for name in (SHARDS, "rollouts/step.npz", "common.pt", CHECKSUMS):
+        # A space behind JSON changes nothing, and an earlier version has written no checksums.
+        if name == CHECKSUMS and damage in ("missing", "longer"):
+            continue
+        for _ in range(20 if damage in ("flipped", "truncated") else 1):
+            copy = shutil.copytree(written, tmp_path / "copy")
+            DAMAGE[damage](copy / name, rng)
+            with pytest.raises(DamagedError) as caught:
+                read(copy).check()
+            assert str(caught.value).startswith(name)
+            shutil.rmtree(copy)
+
+
+def test_a_block_is_checked_alone(written: Path) -> None:
+    checksums = read(written)
+    end = blocks_of(written)[0][0]
+    flip(written / SHARDS, 8 * (end + 100))
+    checksums.check_block(SHARDS, 0)
+    with pytest.raises(DamagedError, match=rf"{SHARDS} is damaged: bytes {end:,} to"):
+        checksums.check_block(SHARDS, end)
+    with pytest.raises(DamagedError, match="no tensor at byte 5"):
+        checksums.check_block(SHARDS, 5)

@@ -14,9 +14,8 @@ from unittest.mock import patch
 import pytest
 
 from megatron_dppo.process import files
-from tests.bridge.conversions import contents, to_hf, to_megatron
+from tests.bridge.conversions import contents, printed_error, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
-from tests.bridge.test_convert_errors import printed_error
 
 LARGE = Sizes(vocab_size=12_000, hidden_size=64)
 """Twice 3 MB of embeddings, of the 9 MiB of a small disk."""

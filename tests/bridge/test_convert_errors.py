@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, TRACKER
-from tests.bridge.conversions import contents, to_hf, to_megatron
+from tests.bridge.conversions import contents, printed_error, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
 from tests.damage import UNUSABLE
 
@@ -31,15 +31,6 @@ def checkpoint(source: Path, tmp_path: Path) -> Path:
     """A folder of checkpoints with one that was converted."""
     assert to_megatron(source, tmp_path / "checkpoint") == 0
     return tmp_path / "checkpoint"
-
-
-def printed_error(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one error that was printed, in one line."""
-    text = capsys.readouterr().err
-    text = text[text.index("error: ") :]
-    assert text.count("error: ") == text.count("problem") == text.count("remedy") == 1
-    assert "Traceback" not in text
-    return " ".join(text.split())
 
 
 def set_config(folder: Path, **changes: object) -> None:

@@ -22,9 +22,8 @@ from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from tests.bridge.conversions import contents, to_hf, to_megatron
+from tests.bridge.conversions import contents, printed_error, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
-from tests.bridge.test_convert_errors import printed_error
 from tests.commands import Command
 from tests.damage import flip
 

@@ -22,8 +22,7 @@ from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.writer import STATE
-from tests.bridge.conversions import to_hf
-from tests.bridge.test_convert_errors import printed_error
+from tests.bridge.conversions import printed_error, to_hf
 from tests.damage import DAMAGE, flip
 from tests.policies import write_policy
 from tests.ranks import RankPool
