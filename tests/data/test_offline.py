@@ -1,0 +1,127 @@
+"""Files of another policy's rollouts: groups by rank, texts and tokens, and rows that cannot be trained on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+
+from megatron_dppo.data.offline import OfflineGroup, load_offline
+from megatron_dppo.data.prompts import PromptPool
+from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.errors import UserError
+from megatron_dppo.settings import load_config
+from megatron_dppo.trainer.preflight import preflight
+
+ROWS = [
+    {
+        "prompt": f"{number}+1=",
+        "completions": [{"token_ids": [5, 6 + i], "logprobs": [-0.5, -1.5], "reward": float(i)} for i in range(3)],
+    }
+    for number in range(7)
+]
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def settings_of(file: Path) -> list[str]:
+    limits = ["data.max_prompt_tokens=24", "rollout.max_response_tokens=9", "rollout.samples_per_prompt=3"]
+    return [f"data.rollouts={file}", "data.chat_template=false", *limits]
+
+
+def load(file: Path, tokenizer: Tokenizer, *, rank: int = 0, ranks: int = 1) -> tuple[PromptPool, Any]:
+    return load_offline(load_config(None, settings_of(file)), tokenizer, 131, (1,), rank=rank, ranks=ranks)
+
+
+Edit = Callable[[dict[str, Any]], Any]
+BAD: dict[str, tuple[Edit, ...]] = {
+    "either token_ids or text": (lambda c: c.pop("token_ids"), lambda c: c.update(text="#5")),
+    "has no tokens": (lambda c: c.update(token_ids=[]),),
+    "none of the policy's": (lambda c: c["token_ids"].__setitem__(0, 10**6),),
+    "logprobs for": (lambda c: c["token_ids"].pop(),),
+    "over rollout.max_response_tokens = 9": (lambda c: c.update(token_ids=[1] * 10),),
+    "above 0, null or not finite": (
+        lambda c: c.update(logprobs=[0.5, -1.0]),
+        lambda c: c.update(logprobs=[math.nan, -1.0]),
+    ),
+    "no list of numbers under 'logprobs'": (
+        lambda c: c.pop("logprobs"),
+        lambda c: c.update(logprobs=[None, -1.0]),
+    ),
+    "without a token that the policy sampled": (lambda c: c.update(loss_mask=[0, 0]),),
+    "a loss_mask of other values": (
+        lambda c: c.update(loss_mask=[0.5, 0.5]),
+        lambda c: c.update(loss_mask=[math.nan, 1]),
+    ),
+    "under 'correct'": (lambda c: c.update(correct="no"), lambda c: c.update(correct=0.5)),
+    "has the reward": (
+        lambda c: c.update(reward="1"),
+        lambda c: c.update(reward=None),
+        lambda c: c.update(reward=1e12),
+    ),
+    "the finish_reason": (lambda c: c.update(finish_reason="abort"),),
+}
+
+
+@pytest.mark.parametrize("problem", BAD)
+def test_bad_completion_is_named_with_its_line(problem: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for edit in BAD[problem]:
+        rows = json.loads(json.dumps(ROWS))
+        edit(rows[2]["completions"][1])
+        with pytest.raises(UserError) as caught:
+            load(write_rows(tmp_path / "bad.jsonl", rows), tokenizer)
+        assert caught.value.setting == "data.rollouts"
+        for part in ("line 3", "completion 2", problem):
+            assert part in str(caught.value)
+
+
+def test_group_of_another_size_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    small = ROWS[0] | {"completions": ROWS[0]["completions"][:2]}
+    with pytest.raises(UserError, match=r"line 1.* 2 completions, and rollout.samples_per_prompt = 3"):
+        load(write_rows(tmp_path / "small.jsonl", [small]), tokenizer)
+
+
+def test_each_group_is_on_one_rank(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rollouts.jsonl", ROWS)
+    pool, whole = load(file, tokenizer)
+    for rank in range(3):
+        own, groups = load(file, tokenizer, rank=rank, ranks=3)
+        assert sorted(groups) == list(range(rank, len(ROWS), 3))
+        assert [prompt.text for prompt in own] == [prompt.text for prompt in pool]
+        assert not any("completions" in prompt.extra for prompt in own)
+        assert all(group.scores == whole[prompt].scores for prompt, group in groups.items())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_texts_are_tokenised_and_a_stop_token_ends_them(kind: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    text = {"text": "#5", "reward": 1.0, "logprobs": [-1.0, -2.0]}
+    ids = {"token_ids": [5, 1], "reward": 0.0, "correct": True, "loss_mask": [0, 1], "logprobs": [-1.0, -2.0]}
+    row, file = {"prompt": "2+3=", "completions": [text, ids, ids]}, tmp_path / f"texts.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+    else:
+        write_rows(file, [row])
+    group: OfflineGroup
+    [group] = load(file, tokenizer)[1].values()
+    first, second, _ = group.completions
+    assert tokenizer.decode(first.token_ids) == "#5"
+    assert (first.finish_reason, second.finish_reason) == ("length", "stop")
+    assert second.loss_mask.tolist() == [False, True]
+    assert [score.correct for score in group.scores] == [True, True, True]
+
+
+def test_rollouts_need_no_label_and_are_read_by_preflight(policy: Path, tmp_path: Path) -> None:
+    common = [f"model.path={policy}", f"run.dir={tmp_path}/run", "rollout.prompts_per_step=4", "pack.max_tokens=64"]
+    file = write_rows(tmp_path / "rollouts.jsonl", ROWS)
+    preflight(load_config(None, [*common, *settings_of(file)]), "train")
+    write_rows(file, [{"prompt": " ", "completions": []}])
+    with pytest.raises(UserError, match=r"data.rollouts.*line 1.*empty prompt"):
+        preflight(load_config(None, [*common, *settings_of(file)]), "train")
