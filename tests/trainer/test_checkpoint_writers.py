@@ -13,7 +13,7 @@ import pytest
 
 from megatron_dppo.cli import main
 from tests.commands import Command
-from tests.trainer.test_resume import wait_for
+from tests.laws.test_resume import wait_for
 
 SETTINGS = (
     "run.steps=1",

@@ -1,294 +1,221 @@
-"""Law 6: a run that is killed at any instant and started again writes the same metrics, bit for bit but for times."""
+"""Results of a run keep the name of the settings that made them; all other settings may change at a resume."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.process import BaseProcess
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
-from megatron_dppo.cli import main
-from megatron_dppo.data import stored
-from megatron_dppo.process.lifetime import SAVED
-from megatron_dppo.trainer.checkpoint import TRACKER
-from tests.commands import Command
-
-STEPS = 6
-SETTINGS = (
-    f"run.steps={STEPS}",
-    "run.checkpoint_every=3",
-    "layout.tp=2",
-    "data.train=arithmetic",
-    "data.chat_template=false",
-    "data.max_prompt_tokens=24",
-    "data.arithmetic.problems=24",
-    "data.arithmetic.eval_problems=8",
-    "rollout.prompts_per_step=10",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_tokens=12",
-    "reward.function={reward}",
-    "pack.max_tokens=256",
-    "optimizer.lr=1e-3",
-    "loss.updates_per_rollout=2",
-    "eval.every=2",
-    "eval.problems=8",
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, TRACKER, Checksums, iteration_name
+from megatron_dppo.config import Config, replace
+from megatron_dppo.errors import UserError
+from megatron_dppo.settings import as_yaml, load_config, settings
+from megatron_dppo.trainer.preflight import preflight
+from megatron_dppo.trainer.resume import (
+    HISTORY,
+    IN_FORCE,
+    RULES,
+    WARM_UP,
+    changed_since,
+    check_resume,
+    check_warm_up,
+    read_history,
+    record,
+    rule_of,
+    same_prompts,
 )
-REWARD = '''
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Mixed on purpose: an untrained policy is never right, and a step of equal rewards would prove nothing."""
-    return float(len(solution_str) % 3)
-'''
+from megatron_dppo.trainer.writer import Writer, write_state
+from tests.ranks import RankPool
+from tests.small_runs import live, rows, small_run, write_run
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    size = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "48"]
-    assert main(["init", str(folder / "hf"), "--tokenizer", "arithmetic", *size]) == 0
-    (folder / "reward.py").write_text(REWARD)
-    return folder
+def config_of(folder: Path, *overrides: str) -> Config:
+    return load_config(None, [f"run.dir={folder}", "loss.name=grpo", "model.path=policy", *overrides])
 
 
-def start(policy: Path, run: Path, *overrides: str) -> BaseProcess:
-    return command(policy, run, *overrides).start()
-
-
-def command(policy: Path, run: Path, *overrides: str) -> Command:
-    return Command(["megatron-dppo", *words(policy, run, *overrides)], run.parent / f"{run.name}.log")
-
-
-def words(policy: Path, run: Path, *overrides: str) -> list[str]:
-    settings = [s.format(reward=f"{policy / 'reward.py'}:compute_score") for s in (*SETTINGS, *overrides)]
-    return ["train", f"run.dir={run}", f"model.path={policy / 'hf'}", *settings]
-
-
-def run_alone(policy: Path, run: Path, *overrides: str) -> int:
-    """To its end, on one rank; the exit code."""
-    return command(policy, run, "layout.tp=1", *overrides).exit_code()
-
-
-def finish(process: BaseProcess, run: Path) -> list[dict]:
-    assert ended(process) == 0, (run.parent / f"{run.name}.log").read_text()
-    return rows(run)
-
-
-def ended(process: BaseProcess) -> int | None:
-    """The exit code."""
-    process.join(180)
-    return process.exitcode
-
-
-def rows(run: Path) -> list[dict]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("perf/")} for line in lines]
-
-
-def wait_for(process: BaseProcess, moment: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not moment():
-        assert process.is_alive() and time.monotonic() < deadline, "the moment never came"
-        time.sleep(0.001)
-
-
-def kill_when(process: BaseProcess, moment: Callable[[], bool]) -> None:
-    """kill -9 of the launcher and all its ranks, at the first sight of the moment."""
-    wait_for(process, moment)
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid or 0, signal.SIGKILL)
-    process.join()
-    deadline = time.monotonic() + 60.0
-    while any(map(_lives, ranks)) and time.monotonic() < deadline:  # a rank holds its lock until it is gone
-        time.sleep(0.01)
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def let_nobody_read() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.dup2(writer, 1)
-
-
-@pytest.fixture(scope="module")
-def whole(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing disturbs, though nobody reads what it says."""
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    log = run.parent / "log"
-    typed = ["megatron-dppo", *words(policy, run)]
-    assert Command(typed, log, before=let_nobody_read).exit_code() == 0, log.read_text()
-    result = rows(run)
-    assert [row["step"] for row in result] == list(range(STEPS + 1))
-    assert any(row.get("train/tokens", 0) > 0 for row in result[4:]), "steps after the checkpoint must train"
-    return run
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """Write the marks of a checkpoint without weights."""
+    place = folder / "checkpoints" / iteration_name(step)
+    place.mkdir(parents=True)
+    (place / "common.pt").touch()
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    write_state(place, {}, Writer.of(config_of(folder)))
+    Checksums(place, {}).write()
+    (place.parent / TRACKER).write_text(f"{step}\n")
+    return place
 
 
 @pytest.fixture
-def undisturbed(whole: Path) -> list[dict]:
-    return rows(whole)
+def saved(tmp_path: Path) -> Path:
+    """The folder of a run with a checkpoint after step 3."""
+    record(tmp_path, 0, config_of(tmp_path))
+    write_checkpoint(tmp_path, 3)
+    return tmp_path
 
 
-def test_stopped_on_request_killed_between_steps_and_in_the_middle_of_a_checkpoint_a_run_is_as_if_it_never_was(
-    policy: Path, tmp_path: Path, undisturbed: list[dict]
-) -> None:
-    run = tmp_path / "run"
-    metrics, tracker = run / "metrics.jsonl", run / "checkpoints" / TRACKER
-    process = start(policy, run, "run.checkpoint_every=0", "run.checkpoint_in_background=true")
-    wait_for(process, lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2)  # steps 0 and 1
-    os.kill(process.pid or 0, signal.SIGUSR1)
-    assert ended(process) == SAVED
-    said, saved = (tmp_path / "run.log").read_text(), int(tracker.read_text())
-    assert 1 <= saved <= 3, "the step under way was to be finished, and no other"
-    assert said.endswith(f"stopped on request after step {saved}, and saved: run the same command again to go on\n")
-    assert rows(run) == undisturbed[: saved + 1]
-
-    first = start(policy, run)
-    wait_for(first, (run / "lock.json").exists)
-    second = start(policy, run)
-    assert ended(second) == 2
-    assert "\n  problem  is held by process " in (tmp_path / "run.log").read_text()
-    kill_when(first, lambda: metrics.read_bytes().count(b"\n") >= 6)  # steps 0 to 5
-    assert tracker.read_text().strip() == "3"
-
-    partial = run / "checkpoints" / f".iter_{STEPS:07d}.partial"
-    before = shutil.copytree(run, tmp_path / "before")
-    for _ in range(5):
-        kill_when(start(policy, run), lambda: partial.exists() and any(partial.glob("*.distcp")))
-        if partial.exists():
-            break
-        shutil.rmtree(run)  # the checkpoint was whole before the kill came: once more
-        shutil.copytree(before, run)
-    assert partial.exists() and tracker.read_text().strip() == "3"
-
-    assert finish(start(policy, run), run) == undisturbed
-    assert tracker.read_text().strip() == str(STEPS)
+KEPT = (
+    "model.path=other", "data.train=other.jsonl", "reward.function=exact", "loss.name=gspo",
+    "pruning.completions.keep=0.3", "rollout.temperature=0.7", "run.seed=2", "rollout.conversation=a:b",
+)  # fmt: skip
 
 
-def test_a_finished_run_is_shown_and_not_rewritten_and_never_under_other_settings(
-    policy: Path, tmp_path: Path, whole: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-
-    def written() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-
-    before, reward = written(), policy / "reward.py"
-    try:
-        reward.write_text(REWARD + "# another")
-        assert run_alone(policy, run, "loss.name=gspo", "pruning.completions.keep=0.3") == 2
-        said = (tmp_path / "run.log").read_text()
-        assert "holds 6 steps" in said and "loss.name = gspo (was grpo)" in said and "keep = 0.3 (was auto)" in said
-        assert "reward.function: reward.py has changed" in said
-        assert "run.resume=anyway" in said and "Traceback" not in said
-        assert run_alone(policy, run, "loss.name=gspo", "run.resume=anyway") == 0
-    finally:
-        reward.write_text(REWARD)
-    said = (tmp_path / "run.log").read_text()
-    assert "changed since step 6: loss.name = gspo (was grpo)" in said and "nothing is left to train" in said
-    assert "changed since step 6: reward.function: reward.py has changed" in said
-    assert "held-out accuracy" in said, "what it came to is shown"
-    assert written() == before
+@pytest.mark.parametrize("override", KEPT)
+def test_settings_of_results_change_only_on_request(override: str, saved: Path) -> None:
+    other = config_of(saved, override)
+    key, _, value = override.partition("=")
+    with pytest.raises(UserError) as caught:
+        check_resume(other)
+    assert caught.value.setting == "run.dir"
+    assert "holds 3 steps" in caught.value.problem
+    assert f"{key} = {value} (was " in caught.value.problem
+    check_resume(replace(other, run=replace(other.run, resume="anyway")))
 
 
-def test_a_run_goes_on_with_fewer_ranks_in_another_layout(
-    policy: Path, tmp_path: Path, whole: Path, undisturbed: list[dict]
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    shutil.rmtree(run / "checkpoints" / f"iter_{STEPS:07d}")
-    (run / "checkpoints" / TRACKER).write_text("3\n")
-    assert run_alone(policy, run) == 0, (tmp_path / "run.log").read_text()
-    ours = rows(run)
-    assert [row["step"] for row in ours] == list(range(STEPS + 1))
-    for row, expected in zip(ours, undisturbed, strict=True):  # the same prompts, answers and draws, to rounding
-        for name in row.keys() & expected.keys():
-            if name.startswith(("rollout/", "reward/", "prune/", "eval/", "train/")):
-                assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)
-    held = [json.loads(line)["perf/ranks"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert held == [2] * 4 + [1] * 3  # what each step cost is told by its row
+def test_every_setting_has_a_rule() -> None:
+    longest = {key: max((start for start in RULES if key.startswith(start)), key=len) for key in settings()}
+    assert set(longest.values()) == set(RULES)
+    assert all(rule_of(key) == RULES[start] for key, start in longest.items())
+    assert rule_of("reward.workers") == "free"
+    assert rule_of("reward.function: reward.py") == "kept"
 
 
-HANGING = """
-import time
-from pathlib import Path
+def test_run_without_its_checksums_is_not_resumed(saved: Path) -> None:
+    check_resume(config_of(saved))
+    (saved / "checkpoints" / iteration_name(3) / CHECKSUMS).unlink()
+    with pytest.raises(UserError, match=r"checksums\.json is missing"):
+        check_resume(config_of(saved))
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    metrics = Path({metrics!r})
-    if metrics.exists() and metrics.read_bytes().count(b"\\n") >= 2:
-        Path({hangs!r}).touch()
-        time.sleep(1000.0)
-    return float(len(solution_str) % 3)
+
+def test_function_from_python_may_be_renamed(tmp_path: Path) -> None:
+    """Its copy in the run's folder is the same file; a file of the user's own has several functions."""
+    names = [f"reward.function={tmp_path}/reward.py:{name}" for name in ("short", "brief")]
+    (tmp_path / "reward.py").write_text("")
+    record(tmp_path, 0, config_of(tmp_path, names[0]))
+    write_checkpoint(tmp_path, 3)
+    with pytest.raises(UserError, match=r"\nreward\.function = "):
+        check_resume(config_of(tmp_path, names[1]))
+    (tmp_path / "reward.pkl").write_text("")
+    check_resume(config_of(tmp_path, names[1]))
+
+
+CHANGED = """
+run.steps=2 run.checkpoint_every=2 run.keep_checkpoints=3 run.keep_best=false run.late_s=60 run.max_idle_steps=5
+run.length_gate=3 run.loggers=[] run.profile=[2] run.export=true run.checkpoint_in_background=true
+run.checkpoint_durable=false model.deterministic=true model.recompute=selective model.head_chunk_mib=8 model.spec=torch
+layout.timeout_s=300 optimizer.lr=5e-4 optimizer.schedule=cosine optimizer.min_lr=1e-5 optimizer.warmup_steps=1
+optimizer.clip_grad=0.5 optimizer.weight_decay=0.01 optimizer.beta1=0.8 optimizer.beta2=0.99 optimizer.eps=1e-7
+optimizer.offload=true optimizer.checkpoint_format=dp_reshardable eval.every=2 eval.problems=3 eval.samples=2
+eval.temperature=0.5 eval.show=1 eval.batch=2 eval.top_p=0.9 eval.top_k=5 eval.max_response_tokens=7 rollout.ahead=1
+rollout.samples_per_prompt=3 rollout.max_response_tokens=8 rollout.stop_token_ids=[2,3] rollout.max_batch=32
+rollout.timeout_s=900 rollout.max_logprob_diff=1 rollout.max_prob_error=9 rollout.sync.check_every=1
+rollout.sync.bucket_mib=1 reward.timeout_s=20 reward.workers=2 reward.memory_mib=2048 reward.max_failures=0.2
+pack.max_tokens=128 pack.window=8 pack.min_per_rank=1 pack.share_prefixes=off
 """
 
 
-def lives(process: psutil.Process) -> bool:
+def train_as_megatron_0_19(rank: int, size: int, configs: list[Config]) -> None:
+    """Train where Megatron-Core tells groups of an optimizer apart by their rates, too."""
+    for name in ("optimizer", "distrib_optimizer"):
+        module: Any = import_module(f"megatron.core.optimizer.{name}")
+        known = module.param_group_identifier_keys
+        module.param_group_identifier_keys = (*known, *(key for key in ("max_lr", "min_lr") if key not in known))
+    for config in configs:
+        preflight(config, "train")
+        live(rank, size, config)
+
+
+def test_run_resumes_with_all_free_settings_changed(ranks: RankPool, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "policy")
+    first = ("run.steps=1", "run.checkpoint_every=1", "rollout.samples_per_prompt=4")
+    configs = [small_run(folder, tmp_path / "run", *words) for words in (first, CHANGED.split())]
+    ranks.run(1, train_as_megatron_0_19, configs)
+    row = rows(tmp_path / "run")[-1]
+    assert row["step"] == 2
+    assert row["train/tokens"] > 0
+    assert row["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("teachers", "moved"),
+    [("{a: http://h:2, b: ./dir, c: null}", True), ("{a: http://h:1, b: other, c: null}", False), ("{a: dir}", False)],
+)
+def test_a_teaching_server_may_move(teachers: str, moved: bool, tmp_path: Path) -> None:
+    setting = "loss.distillation.teachers="
+    record(tmp_path, 0, config_of(tmp_path, f"{setting}{{a: http://h:1, b: dir, c: null}}"))
+    assert (changed_since(tmp_path, 3, config_of(tmp_path, setting + teachers)) == []) == moved
+
+
+def test_run_without_a_checkpoint_begins_with_any_settings(tmp_path: Path) -> None:
+    record(tmp_path, 0, config_of(tmp_path))
+    check_resume(config_of(tmp_path, "loss.name=gspo"))
+
+
+def test_each_step_keeps_the_settings_of_its_time(tmp_path: Path) -> None:
+    def names() -> list[tuple[int, str]]:
+        return [(entry.step, entry.settings["loss.name"]) for entry in read_history(tmp_path)]
+
+    configs = {name: config_of(tmp_path, f"loss.name={name}") for name in ("grpo", "gspo", "dapo")}
+    for step, name in ((0, "grpo"), (10, "grpo"), (20, "gspo"), (30, "dapo")):
+        record(tmp_path, step, configs[name])
+    assert names() == [(0, "grpo"), (20, "gspo"), (30, "dapo")]
+    assert (tmp_path / IN_FORCE).read_text() == as_yaml(configs["dapo"])
+    assert [change.now for change in changed_since(tmp_path, 30, configs["dapo"])] == ["dapo"]
+    assert changed_since(tmp_path, 31, configs["dapo"]) == []
+    record(tmp_path, 20, configs["grpo"])  # steps 21 to 30 are repeated from an earlier checkpoint
+    assert names() == [(0, "grpo")]
+
+
+@pytest.mark.parametrize(
+    ("override", "umask", "mode"),
+    [
+        ("run.seed=2", 0o002, 0o664),
+        ("run.seed=2", 0o027, 0o640),
+        ("rollout.launch.env=[TOKEN=hf_x]", 0o002, 0o600),
+        ("data.verifiers.arguments={key: x}", 0o002, 0o600),
+    ],
+)
+def test_settings_with_keys_are_private(override: str, umask: int, mode: int, tmp_path: Path) -> None:
+    (tmp_path / f"{IN_FORCE}.partial").touch(0o666)
+    before = os.umask(umask)
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        record(tmp_path, 0, config_of(tmp_path, override))
+    finally:
+        os.umask(before)
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in (HISTORY, IN_FORCE)} == {mode}
 
 
-def test_a_run_ends_within_two_seconds_though_a_judge_hangs_and_rollouts_are_in_flight(
-    policy: Path, tmp_path: Path
-) -> None:
-    run, hangs, judge = tmp_path / "run", tmp_path / "hangs", tmp_path / "judge.py"
-    judge.write_text(HANGING.format(metrics=str(run / "metrics.jsonl"), hangs=str(hangs)))
-    settings = ("rollout.ahead=2", f"reward.function={judge}:compute_score", "reward.timeout_s=900")
-    process = start(policy, run, *settings)
-    wait_for(process, hangs.exists)
-    launcher = psutil.Process(process.pid or 0)
-    family = [launcher, *launcher.children(recursive=True)]
-    assert len(family) > 3, "ranks and what scores"
-    launcher.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + 2.0
-    while left := [each for each in family if lives(each)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)
-    assert ended(process) == 128 + signal.SIGTERM
+def test_run_of_an_earlier_version_has_the_settings_in_its_folder(tmp_path: Path) -> None:
+    left = as_yaml(config_of(tmp_path)).replace("  seed: 1\n", "").replace("loss:", "loss:\n  gone: 4")
+    (tmp_path / IN_FORCE).write_text(left)
+    write_checkpoint(tmp_path, 3)
+    check_resume(config_of(tmp_path))  # an unknown setting had its default
+    with pytest.raises(UserError, match=r"loss\.name = gspo \(was grpo\)"):
+        check_resume(config_of(tmp_path, "loss.name=gspo"))
 
 
-def read_all_from_the_disk() -> None:
-    """Every file is a large one; for the launcher and for its ranks, which are forked from it."""
-    stored.LARGE = 0
+def test_torn_history_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+    record(tmp_path, 0, config_of(tmp_path))
+    with (tmp_path / HISTORY).open("a") as torn:
+        torn.write('{"step": 20, "sett')
+    assert [entry.step for entry in read_history(tmp_path)] == [0]
 
 
-def test_a_run_on_stored_rows_of_several_sources_goes_on_as_if_it_had_never_stopped(
-    policy: Path, tmp_path: Path
-) -> None:
-    sources = []
-    for first, (name, weight) in enumerate((("a", 3), ("b", 1))):
-        sums = [(first + 2 * i, j) for i in range(4) for j in range(3)]
-        lines = [json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b), "data_source": name}) for a, b in sums]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-        sources.append({"path": str(tmp_path / f"{name}.jsonl"), "weight": weight})
-    listed = json.dumps(sources).replace("{", "{{").replace("}", "}}")
-    settings = [f"data.train={listed}", "rollout.prompts_per_step=8", "eval.every=0", "run.steps=4", "layout.tp=1"]
-    settings += ["run.checkpoint_every=2", "run.export=false", "optimizer.schedule=constant"]
-    log, cache = tmp_path / "log", {stored.CACHE: str(tmp_path / "cache")}
+def test_other_prompts_begin_a_new_order(tmp_path: Path) -> None:
+    record(tmp_path, 0, config_of(tmp_path))
+    for override, same in (("loss.name=gspo", True), ("data.arithmetic.seed=3", False), ("run.seed=3", False)):
+        assert same_prompts(tmp_path, 3, config_of(tmp_path, override)) == same
 
-    def run(folder: Path) -> list[dict]:
-        typed = ["megatron-dppo", *words(policy, folder, *settings)]
-        assert Command(typed, log, environ=cache, before=read_all_from_the_disk).exit_code() == 0, log.read_text()
-        return rows(folder)
 
-    undisturbed = run(tmp_path / "run")
-    said = log.read_text()
-    assert all(said.count(f"tokenising {source['path']}: done") == 1 for source in sources), said
-    resumed = tmp_path / "resumed"
-    shutil.copytree(tmp_path / "run", resumed)
-    shutil.rmtree(resumed / "checkpoints" / "iter_0000004")
-    (resumed / "checkpoints" / TRACKER).write_text("2")
-    assert run(resumed) == undisturbed
-    assert log.read_text().count("tokenising") == said.count("tokenising"), "the second run was to read what is there"
+def test_policy_after_sft_is_not_warmed_up_again(tmp_path: Path) -> None:
+    config = load_config(None, [f"model.path={tmp_path}"])
+    check_warm_up(config)
+    for left, source in ((json.dumps({"model.path": "runs/initial"}), "runs/initial"), ("{", "THE_INITIAL_POLICY")):
+        (tmp_path / WARM_UP).write_text(left)
+        with pytest.raises(UserError) as caught:
+            check_warm_up(config)
+        assert f"model.path={source} " in caught.value.remedy
+        check_warm_up(replace(config, run=replace(config.run, resume="anyway")))
