@@ -1,4 +1,4 @@
-"""Metadata of made-up steps."""
+"""Made-up steps for the planner: metadata, configurations, plans, training samples."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import numpy as np
 
 from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, PackConfig, PruningConfig, RolloutConfig
 from megatron_dppo.config.types import Keep
-from megatron_dppo.rl.pack import prompts_shared
+from megatron_dppo.rl import plan as planning
+from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.pruning.history import PromptHistory
-from megatron_dppo.rl.sequences import no_further
-from megatron_dppo.rl.types import Prompt, StepMetadata, no_segments
+from megatron_dppo.rl.types import Floats, Ints, Prompt, StepMetadata, StepPlan, TrainingSamples
+
+LAYOUT = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipeline": 1}
 
 
 def step_metadata(
     groups: int, samples: int = 8, *, seed: int = 0, window: float | None = None, **fields: Any
 ) -> StepMetadata:
-    """Rewards of 0 and 1, lengths of 1 to 200 tokens; ``fields`` replaces what a test wants to set."""
+    """Return metadata with rewards of 0 and 1 and lengths of 1 to 200 tokens; ``fields`` replace the made-up ones."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(3.5, 0.8, (groups, samples)), 1, 200).astype(np.int64)
     made: dict[str, Any] = {
@@ -26,25 +28,21 @@ def step_metadata(
         "prompt_lengths": rng.integers(5, 30, groups),
         "response_lengths": lengths,
         "sampled_lengths": fields.get("response_lengths", lengths),
-        "further_lengths": no_further((groups, samples)),
         "rewards": (rng.random((groups, samples)) < rng.random((groups, 1))).astype(float),
         "score_norms": np.sqrt(lengths * rng.uniform(0.1, 0.5, (groups, samples))),
-        "log_ratios": np.zeros((groups, samples, 2)),
-        "teacher": np.full(groups, -1),
-        "segments": no_segments((groups, samples)),
         "versions": np.zeros((groups, samples), np.int64),
-        "truncated": np.zeros((groups, samples), bool),
         "owners": rng.integers(0, 4, groups),
     }
     made |= fields
-    made.setdefault("shared_lengths", prompts_shared(made["prompt_lengths"], samples))
-    return StepMetadata(**made, window=float((1 / made["prompt_inclusion"]).sum()) if window is None else window)
+    plain = planning.plain_fields(made["prompt_lengths"], samples)
+    total = float((1 / made["prompt_inclusion"]).sum()) if window is None else window
+    return StepMetadata(**(plain | made), window=total)
 
 
 def step_config(
     *, rule: str = "neyman", keep: Keep = 0.5, max_weight: float = 5.0, pack: PackConfig | None = None, **loss: Any
 ) -> Config:
-    """A configuration of what the planner reads."""
+    """Return a configuration with the settings that the planner reads."""
     return Config(
         rollout=RolloutConfig(max_response_tokens=200),
         loss=LossConfig(**loss),
@@ -53,8 +51,26 @@ def step_config(
     )
 
 
+def plan(metadata: StepMetadata, config: Config, **options: Any) -> StepPlan:
+    """Plan a step for one replica, unless ``options`` name another layout."""
+    return planning.plan_step(metadata, config, **(LAYOUT | options))
+
+
+def training_sample(
+    samples: TrainingSamples, k: int, prompt_ids: Ints, response_ids: Ints, **fields: Any
+) -> TrainingSample:
+    """Return row ``k`` of a plan with its tokens; ``fields`` replace the defaults of what the plan does not know."""
+    made = {
+        "engine_logprobs": np.zeros(len(response_ids), np.float32),
+        "loss_mask": np.ones(len(response_ids), bool),
+        "advantage": float(samples.advantage[k, 0]),
+        "shared": int(samples.shared_length[k]),
+    }
+    return TrainingSample(prompt_ids, response_ids, scale=float(samples.scale[k]), version=0, **(made | fields))
+
+
 def made_up_pool(size: int) -> list[Prompt]:
-    """Prompts whose text says nothing of how hard they are: each asks for its own number."""
+    """Return prompts whose text does not tell their difficulty: each asks for its own number."""
     return [
         Prompt(id=i, token_ids=np.array([i % 7, i % 5, 3], np.int32), text=f"say {i}", label=str(i))
         for i in range(size)
@@ -62,14 +78,14 @@ def made_up_pool(size: int) -> list[Prompt]:
 
 
 class Foretold(PromptHistory):
-    """What some predictor says of the window, true or not; it has not seen the step's rollouts."""
+    """Predictor with given values, true or not, that has not seen the step's rollouts."""
 
-    def __init__(self, squares: np.ndarray, tokens: np.ndarray) -> None:
+    def __init__(self, squares: Floats, tokens: Floats) -> None:
         super().__init__(0.9)
         self._squares, self._tokens = squares, tokens
 
-    def expected_square(self, prompt_ids: np.ndarray, *, group_size: int, normalised: bool) -> np.ndarray:
+    def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
         return self._squares[prompt_ids]
 
-    def expected_tokens(self, prompt_ids: np.ndarray) -> np.ndarray:
+    def expected_tokens(self, prompt_ids: Ints) -> Floats:
         return self._tokens[prompt_ids]

@@ -1,0 +1,414 @@
+"""Law 2: the expected pruned gradient of a real model is the full gradient, integrated over the draws, never sampled.
+
+Prompts are selected, the step is planned, packs are built, a torch model scores them, and the loss is differentiated.
+Only the uniform number of each draw is put in, and integrated over. Each classic mistake, made on purpose on the same
+way, is seen to be biased.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo import config as cfg
+from megatron_dppo import prune
+from megatron_dppo.config import Config, DistillationConfig, PackConfig, PromptPruningConfig
+from megatron_dppo.config.types import Keep
+from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.losses import token_losses
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.pack import build_pack
+from megatron_dppo.rl.plan import unpruned
+from megatron_dppo.rl.pruning import completion_rules, draw, prompt_rules
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
+from megatron_dppo.rl.pruning.draw import prune_minibatch
+from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, prompt_rule, select
+from megatron_dppo.rl.pruning.sampling import DRAWS
+from megatron_dppo.rl.types import Bools, Floats, MinibatchPlan, Selection, StepMetadata, TrainingSamples
+from tests.rl.integration import FixedOffset, FixedUniforms, all_plans, just_above, just_below, outcomes, recorded_draws
+from tests.rl.plans import Foretold, plan, step_config, step_metadata, training_sample
+
+VOCABULARY, PROMPTS, SAMPLES = 7, 5, 4
+WINDOW = np.arange(PROMPTS)
+EVERYTHING = Selection(WINDOW, np.ones(PROMPTS), window=PROMPTS)
+TEACHER = DistillationConfig(teacher="T", coef=0.5)
+ALONE = DistillationConfig(teacher="T", use_task_rewards=False)
+LAYOUT = {"replicas": 2, "align": 2}
+
+
+class Policy(torch.nn.Module):
+    """Next-token log-probabilities from the token and its position: packed wrongly, the policy would score wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = torch.nn.Embedding(VOCABULARY, 6)
+        self.position = torch.nn.Embedding(16, 6)
+        self.head = torch.nn.Linear(6, VOCABULARY)
+
+    def forward(self, token_ids: np.ndarray, position_ids: np.ndarray) -> torch.Tensor:
+        hidden = self.token(torch.from_numpy(token_ids)) + self.position(torch.from_numpy(position_ids))
+        return torch.log_softmax(self.head(torch.tanh(hidden)), dim=-1)
+
+
+@dataclass
+class World:
+    """Prompts with the completions of their rollouts, and the policies that score them."""
+
+    policy: Policy
+    old: Policy
+    reference: Policy
+    prompts: list[np.ndarray]
+    responses: list[list[np.ndarray]]
+    engine_logprobs: list[list[np.ndarray]]
+    rewards: Floats
+    history: PromptHistory = field(default_factory=lambda: PromptHistory(0.9))
+    taught: Bools = field(default_factory=lambda: np.zeros(PROMPTS, bool))
+    """Prompts to which the reference is a teacher."""
+    serves: bool = False
+    """Whether the teacher scores sampled tokens alone, as a server does."""
+    truncated: Bools = field(default_factory=lambda: np.zeros((PROMPTS, SAMPLES), bool))
+
+    def log_ratio(self, prompt: int, sample: int) -> tuple[float, float]:
+        """Return mean and deviation over a completion's tokens, as the planner knows them."""
+        if not self.taught[prompt] or not self.serves:
+            return 0.0, float(self.taught[prompt])
+        response = self.responses[prompt][sample]
+        tokens = np.concatenate([self.prompts[prompt], response])
+        with torch.no_grad():
+            said = self.reference(tokens[:-1], np.arange(len(tokens) - 1))[-len(response) :]
+        own = self.engine_logprobs[prompt][sample].astype(np.float64)
+        ratio = said[range(len(response)), response].numpy() - own
+        weight = np.expm1(own) ** 2
+        mean = np.average(ratio, weights=weight)
+        return mean, np.sqrt(np.average((ratio - mean) ** 2, weights=weight))
+
+    def metadata(self, selection: Selection) -> StepMetadata:
+        ids = selection.prompt_ids
+        norms = [[np.linalg.norm(np.expm1(self.engine_logprobs[q][i])) for i in range(SAMPLES)] for q in ids]
+        ratios = [[self.log_ratio(q, i) for i in range(SAMPLES)] for q in ids]
+        return step_metadata(
+            len(ids),
+            SAMPLES,
+            window=float(selection.window),
+            prompt_ids=ids,
+            prompt_inclusion=selection.inclusion,
+            prompt_lengths=np.array([len(self.prompts[q]) for q in ids]),
+            response_lengths=np.array([[len(response) for response in self.responses[q]] for q in ids]),
+            rewards=self.rewards[ids],
+            score_norms=np.array(norms),
+            log_ratios=np.array(ratios).reshape(-1, SAMPLES, 2),
+            truncated=self.truncated[ids],
+        )
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    policies = [Policy().double() for _ in range(3)]
+    with torch.no_grad():  # the old policy is near the new one, so that some ratios are clipped and some are not
+        for new, old in zip(policies[0].parameters(), policies[1].parameters(), strict=True):
+            old.copy_(new + 0.2 * torch.randn_like(new))
+    responses = [[rng.integers(0, VOCABULARY, rng.integers(1, 6)) for _ in range(SAMPLES)] for _ in range(PROMPTS)]
+    world = World(
+        *policies,
+        prompts=[rng.integers(0, VOCABULARY, rng.integers(1, 4)) for _ in range(PROMPTS)],
+        responses=responses,
+        engine_logprobs=[[np.log(rng.uniform(0.05, 0.9, len(r))).astype(np.float32) for r in g] for g in responses],
+        rewards=np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]], dtype=float),
+    )
+    earlier = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=float)
+    world.history.update(np.arange(4), earlier, group_advantages(earlier, normalise=True))
+    return world
+
+
+def gradient(
+    world: World, config: Config, metadata: StepMetadata, minibatch: MinibatchPlan, mistake: str = ""
+) -> torch.Tensor:
+    """Return the gradient of one minibatch, as a trainer computes it; [parameters]."""
+    world.policy.zero_grad()
+    samples = minibatch.samples if mistake != "advantages of what was kept" else recompute(metadata, minibatch.samples)
+    prompt = metadata.prompt_ids[samples.group]
+    inside = mistake == "weight inside the clip"
+    total = torch.zeros((), dtype=torch.float64)
+    for members in itertools.chain.from_iterable(minibatch.packs):
+        packed = [
+            training_sample(
+                samples,
+                k,
+                world.prompts[prompt[k]],
+                world.responses[prompt[k]][samples.completion[k]],
+                engine_logprobs=world.engine_logprobs[prompt[k]][samples.completion[k]],
+            )
+            for k in members
+        ]
+        pack = build_pack(packed, minibatch.capacity, pad_id=0, align=LAYOUT["align"])
+        own, before, teacher = (
+            policy(pack.token_ids, pack.position_ids)[pack.predictors]
+            for policy in (world.policy, world.old, world.reference)
+        )
+        logprobs, old, reference = (
+            each[np.arange(len(pack.targets)), pack.targets] for each in (own, before.detach(), teacher.detach())
+        )
+        rows = np.array(members, dtype=int)[pack.sample]
+        weight = torch.from_numpy(samples.weight[rows])
+        coef = config.loss.distillation_coef * torch.from_numpy(world.taught[prompt[rows]])
+        pull = (reference - logprobs.detach()) * world.serves
+        losses = token_losses(
+            objective_for(config.loss),
+            logprobs=logprobs + (weight.log() if inside else 0.0),
+            old_logprobs=old,
+            engine_logprobs=torch.from_numpy(pack.engine_logprobs),
+            reference_logprobs=reference if config.loss.kl_coef else None,
+            advantage=torch.from_numpy(pack.advantage) + coef * pull,
+            kl_coef=config.loss.kl_coef,
+            tis_cap=config.loss.tis_cap,
+            sample=torch.from_numpy(pack.sample),
+        )
+        divergence = (own.exp() * (own - teacher.detach())).sum(dim=1) * (not world.serves)
+        token_loss = losses.loss + coef * divergence
+        total = total + (token_loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
+    if mistake == "divided by what was kept" and len(samples.group):
+        total = total * minibatch.normaliser / len(samples.group)
+    if total.requires_grad:
+        total.backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in world.policy.parameters()])
+
+
+def recompute(metadata: StepMetadata, samples: TrainingSamples) -> TrainingSamples:
+    """Return samples whose advantages come from what is left of their groups."""
+    result = np.zeros(len(samples.group))
+    for group in np.unique(samples.group):
+        left = samples.group == group
+        result[left] = group_advantages(metadata.rewards[group, samples.completion[left]][None], normalise=True)[0]
+    return replace(samples, advantage=result[:, None])
+
+
+def select_from(world: World, config: PromptPruningConfig, rng: object) -> Selection:
+    return select(WINDOW, world.history, config, group_size=SAMPLES, normalised=True, keep=config.keep, rng=rng)
+
+
+def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:
+    """Yield every selection of prompts that the rule can draw, with its probability."""
+    with recorded_draws(PROMPT_RULES, config.named, prompt_rule(config.named)) as drawn:
+        select_from(world, config, FixedOffset(0.0))
+    for offset, length in outcomes(drawn[0][0]):
+        yield select_from(world, config, FixedOffset(offset)), length
+
+
+def expected_gradient(world: World, config: Config, mistake: str = "") -> torch.Tensor:
+    """Integrate the gradient over both draws."""
+    total, probability = torch.zeros(()), 0.0
+    for selection, chosen in selections(world, config.pruning.prompts):
+        metadata = world.metadata(selection)
+        for step, drawn in all_plans(metadata, config, **LAYOUT):
+            total = total + chosen * drawn * gradient(world, config, metadata, step.minibatches[0], mistake)
+            probability += chosen * drawn
+    assert probability == pytest.approx(1.0, abs=1e-12)
+    return total
+
+
+def full_gradient(world: World, config: Config) -> torch.Tensor:
+    """Return the gradient of every completion of every prompt, without the terms of truncated completions."""
+    metadata = world.metadata(EVERYTHING)
+    (whole,) = plan(metadata, unpruned(config), **LAYOUT).minibatches
+    samples = whole.samples
+    left = np.where(world.truncated[samples.group, samples.completion], 0.0, samples.scale)
+    return gradient(world, config, metadata, replace(whole, samples=replace(samples, scale=left)))
+
+
+def relative_error(world: World, config: Config, mistake: str = "") -> float:
+    full = full_gradient(world, config)
+    return float((expected_gradient(world, config, mistake) - full).norm() / full.norm())
+
+
+def settings(prompts: str, completions: str, keep: Keep = 0.5, **loss) -> Config:
+    config = step_config(rule=completions, keep=keep, pack=PackConfig(max_tokens=16), **loss)
+    return with_rules(config, prompts=PromptPruningConfig(rule=prompts, keep=0.6))
+
+
+def with_rules(config: Config, **rules: object) -> Config:
+    return cfg.replace(config, pruning=cfg.replace(config.pruning, **rules))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "loss"),
+    [
+        ("neyman", "neyman", {"name": "grpo", "kl_coef": 0.1, "tis_cap": 2.0}),
+        ("none", "neyman", {"name": "dapo", "tis_cap": 2.0}),
+        ("neyman", "neyman", {"name": "rloo", "mask_below": 0.2, "mask_above": 3.0}),
+        ("neyman", "neyman", {"name": "dr_grpo", "trust_region": "tv"}),
+        ("none", "neyman", {"name": "reinforce_pp"}),
+        ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
+        ("neyman", "neyman", {"name": "gmpo"}),
+    ],
+)
+def test_expected_pruned_gradient_is_the_full_gradient(world, prompts, completions, loss):
+    assert relative_error(world, settings(prompts, completions, **loss)) < 1e-6
+
+
+def test_most_efficient_share_is_unbiased(world):
+    config = settings("neyman", "neyman", keep="auto", name="grpo")
+    pruned = prune_minibatch(
+        world.metadata(EVERYTHING), config, objective_for(config.loss), keep="auto", rng=FixedOffset(0.5)
+    )
+    assert 0.0 < pruned.inclusion[~pruned.zero_advantage].min() < 1.0
+    assert relative_error(world, config) < 1e-6
+
+
+def test_share_that_depends_on_the_draw_is_biased(world, monkeypatch):
+    """E[M/π] of a completion with a gradient, integrated over the draw's one number, is then not 1."""
+    config = settings("none", "neyman", keep="auto", name="grpo")
+    offsets, total = (np.arange(200) + 0.5) / 200, 0.0
+    for offset in offsets:
+        monkeypatch.setattr(draw, "efficient_keep", lambda *_, share=0.3 if offset < 0.5 else 0.6, **__: share)
+        given = {"keep": "auto", "rng": FixedOffset(offset)}
+        pruned = prune_minibatch(world.metadata(EVERYTHING), config, objective_for(config.loss), **given)
+        total = total + np.where(pruned.kept, pruned.weight, 0.0) / len(offsets)
+    assert np.abs(total[~pruned.zero_advantage] - 1.0).max() > 0.02
+
+
+@pytest.mark.parametrize(
+    ("prompts", "loss", "serves"),
+    [
+        ("neyman", {"name": "grpo", "distillation": TEACHER}, False),
+        ("neyman", {"name": "dr_grpo", "distillation": ALONE}, False),
+        ("none", {"name": "dapo", "distillation": ALONE}, True),
+    ],
+)
+def test_gradient_with_a_teacher_of_some_prompts_is_unbiased(world, prompts, loss, serves):
+    given = replace(world, taught=np.array([True, False, False, True, True]), serves=serves)
+    assert relative_error(given, settings(prompts, "neyman", **loss)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("prompts", "loss"),
+    [
+        ("neyman", {"name": "grpo"}),
+        ("none", {"name": "dapo"}),
+        ("none", {"name": "reinforce_pp"}),
+        ("none", {"name": "grpo", "distillation": ALONE}),
+    ],
+)
+def test_masked_completions_count_in_baselines_and_divisor_alone(world, prompts, loss):
+    """The expected pruned gradient is the unmasked full one without the terms of the truncated completions."""
+    truncated = np.array([[1, 0, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]], bool)
+    given = replace(world, truncated=truncated, taught=np.full(PROMPTS, "distillation" in loss))
+    without = full_gradient(given, settings(prompts, "neyman", **loss))
+    masked = settings(prompts, "neyman", mask_truncated=True, **loss)
+    assert float((expected_gradient(given, masked) - without).norm() / without.norm()) < 1e-6
+    (minibatch,) = plan(given.metadata(EVERYTHING), masked).minibatches
+    assert not truncated[minibatch.samples.group, minibatch.samples.completion].any()
+
+
+@pytest.mark.parametrize(("good", "bad"), [(0.0, 0.0), (0.1, 0.9)])
+def test_completion_rule_of_a_user_is_unbiased(world, good, bad):
+    """The floor applies to the rule, and completions weigh by its probabilities."""
+    completion_rules.adopt("own.py:rule", lambda candidates, keep: np.where(candidates.advantage > 0.0, good, bad))
+    config = settings("neyman", "none", name="dr_grpo")
+    own = cfg.replace(config.pruning.completions, rule="neyman", function="own.py:rule")
+    assert relative_error(world, with_rules(config, completions=own)) < 1e-6
+
+
+def test_prompt_rule_of_a_user_is_unbiased(world):
+    prompt_rules.adopt("own.py:rule", lambda candidates, keep: WINDOW % 2 * keep)
+    config = settings("none", "none", name="dr_grpo")
+    own = PromptPruningConfig(function="own.py:rule", keep=0.6)
+    assert relative_error(world, with_rules(config, prompts=own)) < 1e-6
+
+
+@pytest.mark.parametrize("squares", [[1e4, 1e-2, 0.3, 5.0, 2.0], [0.0, 0.0, 1.0, 1.0, 0.0]], ids=["wrong", "silent"])
+def test_bad_predictor_does_not_bias_the_gradient(world, squares):
+    tokens = np.random.default_rng(1).lognormal(0.0, 1.0, PROMPTS)
+    foretold = replace(world, history=Foretold(np.array(squares), tokens))
+    assert relative_error(foretold, settings("neyman", "neyman", name="grpo")) < 1e-6
+
+
+def test_paper_rule_is_unbiased_over_all_of_its_masks(world):
+    small = replace(world, rewards=np.where(WINDOW[:, None] < 2, world.rewards, 0.0))
+    assert relative_error(small, settings("none", "threshold", name="dapo")) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "mistake", ["divided by what was kept", "weight inside the clip", "advantages of what was kept"]
+)
+def test_classic_mistake_is_biased(world, mistake):
+    assert relative_error(world, settings("neyman", "neyman", name="grpo"), mistake) > 0.02
+
+
+def test_some_ratios_are_clipped_and_some_are_not(world):
+    """Else no test could tell a weight inside the clip from one outside."""
+    rng = np.random.default_rng(0)
+    tokens, positions = rng.integers(0, VOCABULARY, 200), rng.integers(0, 8, 200)
+    with torch.no_grad():
+        ratio = (world.policy(tokens, positions) - world.old(tokens, positions)).exp()
+    assert 0.05 < ((ratio - 1).abs() > 0.2).double().mean() < 0.95
+
+
+def test_draw_of_completions_depends_on_the_draw_of_prompts(world):
+    """Of two groups that differ in π_prompt alone, the heavier one's completions are kept more, as 1/π_prompt."""
+    twins = world.metadata(Selection(np.array([0, 0]), np.array([0.25, 1.0]), window=5))
+    config = step_config(keep=0.15, max_weight=1e9, name="grpo")
+    pruned = prune_minibatch(twins, config, objective_for(config.loss), keep=0.15, rng=FixedOffset(0.5))
+    assert pruned.inclusion.max() < 1.0
+    np.testing.assert_allclose(pruned.inclusion[0], 4 * pruned.inclusion[1], rtol=1e-12)
+
+
+def draw_for_plan(world: World, rule: str, rng: object) -> Floats:
+    """Draw completions as a plan does. Returns the weights of what is kept, given the prompts."""
+    config, inclusion = step_config(rule=rule), np.array([1.0, 0.5, 1.0, 0.25, 1.0])
+    metadata = world.metadata(Selection(WINDOW, inclusion, window=PROMPTS))
+    pruned = prune_minibatch(metadata, config, objective_for(config.loss), keep=0.5, rng=rng)
+    return (pruned.weight * inclusion[:, None])[pruned.kept]
+
+
+def draw_for_trainer(world: World, rule: str, rng: object) -> Floats:
+    lengths = [[len(response) for response in group] for group in world.responses]
+    mask, weights = prune(lengths, world.rewards, rule=rule, seed=rng)
+    return weights[mask]
+
+
+def draw_prompts(world: World, rule: str, rng: object) -> Floats:
+    return 1.0 / select_from(world, PromptPruningConfig(rule=rule, keep=0.6), rng).inclusion
+
+
+UNITS = [
+    *((draw_for_plan, COMPLETION_RULES, rule) for rule in COMPLETION_RULES),
+    *((draw_for_trainer, COMPLETION_RULES, rule) for rule in COMPLETION_RULES),
+    *((draw_prompts, PROMPT_RULES, rule) for rule in PROMPT_RULES),
+]
+GRAIN = 1e-11
+"""More than the rounding of a systematic draw's bounds."""
+
+
+@pytest.mark.parametrize("way", DRAWS)
+@pytest.mark.parametrize(("draw_units", "rules", "name"), UNITS)
+def test_units_are_kept_with_the_probability_of_their_weight(world, monkeypatch, draw_units, rules, name, way):
+    """Numbers next to the bounds of each inclusion probability keep and drop the unit, whose weight is 1/π exactly."""
+    rule, generator = replace(rules[name], draw=DRAWS[way]), np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: generator(seed) if isinstance(seed, int) else seed)
+
+    def draw_with(rng: object) -> tuple[Floats, Bools]:
+        with recorded_draws(rules, name, rule) as drawn:
+            weights = draw_units(world, name, rng)
+        [(inclusion, kept)] = drawn
+        if not rule.biased:
+            np.testing.assert_array_equal(np.sort(weights), np.sort(1.0 / inclusion[kept]))
+        return inclusion, kept
+
+    inclusion, _ = draw_with(generator(0))
+    if way == "bernoulli":
+        np.testing.assert_array_equal(draw_with(FixedUniforms(just_below(inclusion)))[1], inclusion > 0.0)
+        np.testing.assert_array_equal(draw_with(FixedUniforms(just_above(inclusion)))[1], inclusion == 1.0)
+        return
+    ends = np.cumsum(inclusion)
+    for unit in np.flatnonzero((inclusion > 0.0) & (inclusion < 1.0)):
+        for bound, inward in ((ends[unit] - inclusion[unit], GRAIN), (ends[unit], -GRAIN)):
+            assert draw_with(FixedOffset((bound + inward) % 1.0))[1][unit]
+            assert not draw_with(FixedOffset((bound - inward) % 1.0))[1][unit]
