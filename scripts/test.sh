@@ -1,16 +1,27 @@
 #!/usr/bin/env bash
-# Runs the tests in the project's own virtual environment; arguments go to pytest. With --servers first, it runs those
-# that need real SGLang and vLLM servers, on CPU, and installs those; with --slurm those that need a Slurm cluster, which
-# it installs (as root, on Debian or Ubuntu) and brings up on this machine's loopback; with --browser those that look at
-# a report in Chromium, which it installs (as root, on Debian); with --newest those that depend on the version of
-# Megatron-Core, and rehearsals of all settings, with the newest version that is supported. That one requires Python 3.12,
-# and is installed into .venv-newest (5 GB: pip finds a build of torch with CUDA). With --trl and --verl it runs the tests of
-# pruning in TRL and in verl, in environments of their own: .venv-trl and .venv-verl.
+# Runs tests in the project's own virtual environment; arguments behind the tier go to pytest.
+#   (none)     the quick tier, five minutes on two cores: lint, types, and all tests but those in tests/slow.txt
+#   --all      the quick tier and the second: whole runs over layouts, families and engines, documentation, rehearsals
+#   --measure  --all, which writes the ids of tests that took a second or more to tests/slow.txt
+#   --servers  tests with real SGLang and vLLM servers on CPU, which it installs
+#   --slurm    tests with a Slurm cluster on this machine's loopback, which it installs (as root, on Debian or Ubuntu)
+#   --browser  tests that look at a report in Chromium, which it installs (as root, on Debian)
+#   --newest   tests that depend on the version of Megatron-Core, and rehearsals of all settings, with the newest version
+#              that is supported, on Python 3.12, in .venv-newest (5 GB: pip finds a build of torch with CUDA)
+#   --trl, --verl  tests of pruning in TRL and in verl, in .venv-trl and .venv-verl
+# With INSTALL_ONLY=1 a tier is installed and not run.
 set -euo pipefail
+tier=quick
+case ${1:-} in --*)
+    case $1 in
+    --all | --measure | --servers | --slurm | --browser | --newest | --trl | --verl) tier=${1#--} && shift ;;
+    esac ;;
+esac
 extras=cpu,dev
-[ "${1:-}" != --slurm ] || extras+=,nemo-run
-[ "${1:-}" != --verl ] || { extras+=,verl && export VENV=.venv-verl; }
-if [ "${1:-}" = --newest ]; then
+[ "$tier" != slurm ] || extras+=,nemo-run
+[ "$tier" != verl ] || { extras+=,verl && export VENV=.venv-verl; }
+[ "$tier" != trl ] || { extras=cpu,trl && export VENV=.venv-trl; }
+if [ "$tier" = newest ]; then
     for python in "${PYTHON:-python3.12}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
         ! "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || break
         python=
@@ -18,55 +29,51 @@ if [ "${1:-}" = --newest ]; then
     [ -n "$python" ] || { echo "Python 3.12 is needed: install it, or name it in PYTHON" >&2; exit 2; }
     export PYTHON=$python VENV=.venv-newest
 fi
-if [ "${1:-}" = --trl ]; then
-    extras=cpu,trl
-    export VENV=.venv-trl
-fi
 source "$(dirname "$0")/install.sh" "$extras"
 newest=(
     tests/models tests/parallel tests/bridge/test_{torch_dist,load_checkpoint}.py tests/trainer/test_*checkpoint*.py
     tests/trainer/test_{learner,resume,resume_settings,routing_replay}.py
-    tests/test_{context_parallel,families,lora,split_invariance,real_gradients}.py tests/rehearsal
+    tests/test_{context_parallel,families,lora,split_invariance}.py tests/laws/test_real_gradients.py tests/rehearsal
 )
 export OMP_NUM_THREADS=1
-case ${1:-} in
---servers)
-    shift
+installed() { [ "${INSTALL_ONLY:-}" ] && echo "installed: $tier"; }
+names_tests() { for word in "$@"; do [[ $word != tests/* ]] || return 0; done; return 1; }
+case $tier in
+servers)
     source scripts/install_servers.sh
-    python -m pytest -m servers --durations 20 tests/servers "$@"
+    names_tests "$@" || set -- tests/servers "$@"
+    installed || python -m pytest -m servers --durations 20 "$@"
     ;;
---slurm)
-    shift
+slurm)
     source scripts/install_slurm.sh
     source scripts/install_servers.sh
-    SLURM_LOOPBACK=1 python -m pytest -m slurm --durations 20 tests/slurm "$@"
+    names_tests "$@" || set -- tests/slurm "$@"
+    installed || SLURM_LOOPBACK=1 python -m pytest -m slurm --durations 20 "$@"
     ;;
---browser)
-    shift
+browser)
     source scripts/install_browser.sh
-    python -m pytest -m browser tests/report "$@"
+    installed || python -m pytest -m browser tests/report "$@"
     ;;
---newest)
-    shift
-    export REHEARSAL_CASES=all REHEARSAL_TRANSFORMER_ENGINE=2.20.2
+newest)
+    export REHEARSAL_CASES=${REHEARSAL_CASES:-all} REHEARSAL_TRANSFORMER_ENGINE=2.20.2
     bash scripts/install_te_python.sh
-    python -m pytest --numprocesses 2 --dist loadfile --durations 20 "${newest[@]}" "$@"
+    names_tests "$@" || set -- "${newest[@]}" "$@"
+    installed || python -m pytest --numprocesses 2 --dist loadgroup --durations 20 "$@"
     ;;
---trl)
-    shift
+trl)
     python -c 'import pytest' 2>/dev/null || python -m pip install --quiet 'pytest>=8'
-    python -m pytest --noconftest --durations 5 tests/integrations/test_trl.py "$@" # tests/conftest.py requires Megatron
+    installed || python -m pytest --noconftest --durations 5 tests/integrations/test_trl.py "$@" # tests/conftest.py requires Megatron
     ;;
---verl)
-    shift
-    python -m pytest tests/integrations/test_verl.py "$@"
+verl)
+    installed || python -m pytest tests/integrations/test_verl.py "$@"
     ;;
 *)
     bash scripts/install_te_python.sh || true # offline, the tests in tests/rehearsal fail and name this script
-    ruff check .
-    ruff format --check .
-    MYPY_NUM_WORKERS=2 mypy
-    shellcheck -x scripts/slurm/*.sh scripts/install_slurm.sh scripts/install_browser.sh
-    python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 "$@"
+    ! installed || exit 0
+    choice=()
+    [ "$tier" != quick ] || choice=(-m "not slow")
+    [ "$tier" != measure ] || choice=(--measure)
+    bash scripts/lint.sh
+    python -m pytest --numprocesses 2 --dist loadgroup --durations 20 "${choice[@]}" "$@"
     ;;
 esac

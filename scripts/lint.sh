@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Style, types and shell scripts, with .venv/bin on the path.
+set -euo pipefail
+ruff check .
+ruff format --check .
+MYPY_NUM_WORKERS=2 mypy
+shellcheck -x -P SCRIPTDIR scripts/{lint,nightly,test,install_slurm,install_browser}.sh scripts/slurm/*.sh .ci/run
