@@ -1,10 +1,12 @@
-"""The command line as a user meets it: real processes, exit codes, and what is printed where."""
+"""Every command runs, refusals name a setting with exit code 2, and output goes to the right stream."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,157 +14,184 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_dppo import __version__
 from megatron_dppo.cli import COMMANDS, main
 from megatron_dppo.config import Config
-from megatron_dppo.errors import WIDTH, UserError, error_text
-from megatron_dppo.settings import load_config
+from megatron_dppo.settings import as_yaml
+from tests.commands import Command
+from tests.small_runs import small_run, write_run
+
+pytestmark = pytest.mark.xdist_group("test_cli")
+
+HERE = Path(__file__).parent
+RUNS = yaml.safe_load((HERE / "command_table.yaml").read_text())
+REFUSALS = yaml.safe_load((HERE / "refusals.yaml").read_text())
+FRESH = "small.yaml run.dir=new data.train=rows.jsonl eval.problems=0"
+MINE = """
+print("hello")
+
+def trl(completions, level): ...
+def with_default(completions, level=1, **columns): ...
+def of_two(solution, truth): ...
+def objective(tokens): return tokens.ratio
+async def converse(client): ...
+def one_for_all(candidates, keep): return keep
+"""
 
 
-def _type(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_dppo", *words], capture_output=True, text=True, timeout=60, cwd=cwd
-    )
+def run_in(folder: Path, words: str, log: Path) -> str:
+    """Run a command in a fork and return its output."""
+    code = Command(["megatron-dppo", *shlex.split(words)], log, folder=folder).exit_code()
+    assert code == 0, log.read_text()
+    return log.read_text()
 
 
-def test_version() -> None:
-    said = _type("--version")
-    assert (said.returncode, said.stdout) == (0, f"megatron-dppo {__version__}\n")
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the two tables name."""
+    root = write_run(tmp_path_factory.mktemp("cli"))
+    (root / "small.yaml").write_text(as_yaml(small_run(root, root / "run", "run.steps=1", "eval.every=1")))
+    answers = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(8)]
+    (root / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    (root / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (root / "mine.py").write_text(MINE)
+    shutil.copytree(root / "hf", root / "runs/quickstart/warm")
+    for command in ("train small.yaml", f"sft {RUNS['sft'][0]}"):
+        run_in(root, command, root / "log")
+    return root
 
 
-def test_an_unknown_key_is_one_block_on_stderr_and_exit_code_2() -> None:
-    said = _type("train", "pruning.completions.kep=0.3")
-    assert (said.returncode, said.stdout) == (2, "")
-    assert said.stderr == (
-        "error: pruning.completions.kep = 0.3\n"
-        "  problem  there is no such setting\n"
-        "  remedy   Write pruning.completions.keep, if that was meant\n"
-    )
+@pytest.mark.quick
+@pytest.mark.parametrize("command", RUNS)
+def test_every_command_runs(command: str, root: Path, tmp_path: Path) -> None:
+    words, seen = RUNS[command]
+    assert seen in run_in(root, f"{command} {words}", tmp_path / "log")
 
 
-def test_an_override_may_be_longer_than_a_file_s_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", f"data.system={'long ' * 999}", "--print-config"]) == 0
-    assert "long " * 99 in capsys.readouterr().out
+def test_every_command_is_listed_and_stands_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    alone = capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, alone)
+    shown = re.findall(r"^  ([a-z-]+(?: [a-z-]+)?)  +[A-Z].*\.$", alone, re.MULTILINE)
+    assert shown == [command for commands in COMMANDS.values() for command in commands]
+    assert {*shown} == {*RUNS, "serve", "rehearse"}
 
 
-def test_what_is_printed_can_be_run(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("run: {steps: 4}\n")
-    said = _type("train", "a.yaml", "--print-config", "layout.tp=2", cwd=tmp_path)
-    assert (said.returncode, said.stderr) == (0, "")
-    (tmp_path / "b.yaml").write_text(said.stdout)
-    config = load_config(str(tmp_path / "b.yaml"), [])
-    assert (config.run.steps, config.layout.tp) == (4, 2)
+def read_settings(text: str) -> list[str]:
+    """Return the settings that the errors of a text are about."""
+    return re.findall(r"^error: (\S+)(?: =| is empty)", text, re.MULTILINE)
 
 
-def test_settings_are_answered_without_torch_or_megatron(tmp_path: Path) -> None:
-    """A stand-in that fails on import proves it: a file can be checked on a machine that has neither."""
-    for package in ("torch", "megatron", "transformers"):
-        (tmp_path / f"{package}.py").write_text("raise ImportError('not needed for this')\n")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    for words, code in (("--print-config",), 0), (("model.path=nowhere",), 2), (("pack.max_tokens=5",), 2):
-        said = subprocess.run(
-            [sys.executable, "-m", "megatron_dppo", "train", *words], capture_output=True, text=True, env=environment
-        )
-        assert said.returncode == code, said.stderr
-        assert "not needed" not in said.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "setting"),
-    [
-        (["train"], "model.path"),
-        (["sft", "model.path=nowhere"], "model.path"),
-        (["train", "nowhere.yaml"], "CONFIG"),
-        (["train", "a.yaml", "b.yaml"], "CONFIG"),
-        (["train", "run.steps=none"], "run.steps"),
-    ],
-)
-def test_a_mistake_ends_with_2_before_anything_is_written(
-    words: list[str], setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("row", REFUSALS["commands"], ids=lambda row: row[0])
+def test_a_refused_command_names_its_setting_and_writes_nothing(
+    row: list[str], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    words, setting, fragment = (*(each.replace("ROOT", str(root)) for each in row), "")[:3]
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {setting} = ")
+    assert main(shlex.split(words.replace("configs/", f"{HERE.parent}/configs/"))) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and read_settings(said.err) == [setting]
+    assert fragment in " ".join(said.err.split())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_option_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("row", REFUSALS["checks"], ids=lambda row: row[0])
+def test_check_finds_what_does_not_fit_without_a_rank(
+    row: list[str], root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, setting, fragment = row
+    monkeypatch.chdir(root)
+    assert main(["train", *FRESH.split(), *overrides.split(), "--check"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and read_settings(said.err) == [setting]
+    assert fragment in " ".join(said.err.replace("problem", "").split())
+
+
+@pytest.mark.parametrize("words", ["--check {}", "--check 2 {}", "{} --check"])
+def test_check_prints_progress_and_leaves_no_trace(
+    words: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root)
+    own = f"{FRESH} reward.function=mine.py:with_default run.dir={tmp_path}/run"
+    assert main(["train", *words.format(own).split()]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path}/run: 0 of 1 steps are done\n"
+    assert {*said.err.removesuffix("no mistake was found\n").split()} == {"hello"}, "imports may print, but not results"
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_finds_all_mistakes_at_once(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def find(words: str) -> list[str]:
+        assert main(["train", str(root / "small.yaml"), "run.dir=new", *words.split()]) == 2
+        return read_settings(capsys.readouterr().err)
+
+    wrong = "layout.tpp=2 run.seed=often run.steps=0 layout=2"
+    assert find(wrong) == find(f"{wrong} --check") == ["layout.tpp", "layout", "run.seed", "run.steps"]
+    apart = "layout.tp=3 data.train=nowhere.jsonl reward.function=nowhere:score optimizer.min_lr=2"
+    clash = "rollout.engine=vllm pack.max_tokens=16 loss.objective=nowhere:objective"
+    assert find(f"{apart} {clash} --check 4") == [
+        "optimizer.min_lr",
+        "pack.max_tokens",
+        "rollout.engine",
+        "layout.tp",
+        "data.train",
+        "reward.function",
+        "loss.objective",
+        "layout",
+    ]
+    servers = "rollout.engine=sglang rollout.launch.count=1 rollout.launch.env=[FOO] reward.function=nowhere:f"
+    assert find(f"{servers} --check") == ["rollout.launch.env", "reward.function"]
+
+
+def test_an_error_is_one_block_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "pruning.completions.kep=0.3"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "error: pruning.completions.kep = 0.3\n"
+        "  problem  there is no such setting\n"
+        "  remedy   Write pruning.completions.keep, if that was meant\n",
+    )
     with pytest.raises(SystemExit) as ended:
         main(["init", "a", "--stpes", "3"])
     assert ended.value.code == 2
     assert "usage: megatron-dppo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("word", "remedy"), [("trian", "Did you mean train?"), ("xyzzy", "lists the commands")])
-def test_an_unknown_command_names_the_nearest(word: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([word, "configs/quickstart.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert f"error: command = {word}\n" in said and remedy in said
+def test_a_file_and_overrides_are_printed_together(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An override may be longer than the name of a file."""
+    words = [str(root / "small.yaml"), f"data.system={'long ' * 999}", "--at", "0.25,0.75", "--print-config"]
+    assert main(["probe-tree", *words]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert (found["run"]["steps"], found["probe"]["at"], len(found["data"]["system"])) == (1, [0.25, 0.75], 4995)
 
 
-def test_no_command_shows_what_help_shows_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    alone = capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == alone
-    shown = re.findall(r"^  ([a-z-]+(?: [a-z-]+)?)  +[A-Z].*\.$", alone, re.MULTILINE)
-    assert shown == [command for commands in COMMANDS.values() for command in commands]
+ALONE = """
+import sys
+for package in ("torch", "megatron", "transformers"):
+    sys.modules[package] = None
+from megatron_dppo.cli import main
+for words in (["--print-config"], ["model.path=nowhere"], ["pack.max_tokens=5"]):
+    print(main(["train", *words]))
+main(["--version"])
+"""
 
 
-def test_an_option_that_is_a_setting_elsewhere_is_answered_with_how_settings_are_written(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["train", "run.steps=3", "--learning-rate", "3", "--check"]) == 2
-    assert main(["train", "--lr=3"]) == 2
-    said = capsys.readouterr().err
-    assert "error: argument = --learning-rate\n" in said and "error: argument = --lr=3\n" in said
-    assert "Settings are written without dashes: optimizer.lr=…" in said
+def test_settings_are_answered_without_torch_or_megatron() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-4:]) == (0, ["0", "2", "2", f"megatron-dppo {__version__}"])
+    assert read_settings(done.stderr) == ["model.path", "pack.max_tokens"]
 
 
 def test_ctrl_c_is_130_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(command: str, config: Config) -> int:
+    def interrupt(command: str, config: Config) -> int:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
         return 0
 
-    monkeypatch.setattr("megatron_dppo.launch.start.run", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        assert main(["train"]) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr("megatron_dppo.launch.start.run", interrupt)
+    assert main(["train"]) == 130
     assert capsys.readouterr().err == ""
-
-
-def test_doctor_tells_programs_what_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
-    findings = json.loads(capsys.readouterr().out)
-    assert findings["installed"]["torch"]
-    assert findings["machine"]["cores"] >= 1
-    assert (findings["machine"]["nccl"] is None) == (findings["machine"]["cuda"] is None)
-    assert findings["will_use"]["layers (model.spec auto)"] in ("torch", "te")
-    assert findings["will_use"]["rehearsals (megatron-dppo rehearse)"].startswith(("ready", "missing: "))
-
-
-def test_doctor_tells_which_nccl_runs_and_which_torch_was_built_with(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Servers must have the one that runs, which another package or a preloaded library may have brought."""
-    monkeypatch.setattr("megatron_dppo.rollout.servers.nccl.loaded", lambda: "2.30.7")
-    monkeypatch.setattr("megatron_dppo.rollout.servers.nccl.packages", lambda: ["nvidia-nccl-cu13 2.30.7"])
-    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
-    assert main(["doctor"]) == 0
-    assert "2.30.7 (nvidia-nccl-cu13 2.30.7, torch was built with 2.29.7)" in " ".join(capsys.readouterr().out.split())
-
-
-def test_an_error_text_fits_a_terminal_and_keeps_the_lines_of_a_traceback() -> None:
-    problem = "word " * 60 + "\nTraceback:\n  File x\n    raise"
-    text = error_text(UserError("a.b", "3", problem, "do this"))
-    lines = text.splitlines()
-    assert lines[0] == "error: a.b = 3"
-    assert max(map(len, lines)) <= WIDTH
-    assert [line.removeprefix(" " * 11) for line in lines[-4:-1]] == ["Traceback:", "  File x", "    raise"]
-    assert lines[-1] == "  remedy   Do this"
