@@ -1,4 +1,4 @@
-"""Reward functions for the tests of the workers. ``solution_str`` says what to do."""
+"""Reward functions for the tests of the workers. The completion says what the function does."""
 
 import ctypes
 import os
@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-time.sleep(0.9)  # a slow import, which must not count against the limit of a completion
 ORPHAN = """
 import subprocess, sys
 child = subprocess.Popen(["sleep", "120"], start_new_session=True)
@@ -41,10 +40,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
             raise ValueError(what)
         case ["raise-elsewhere"]:
             raise ValueError("elsewhere")
-        case ["nan"]:
-            return float("nan")
         case ["huge", number]:
-            return complex(number) if number.endswith("j") else float(number)
+            return float(number)
         case ["busy", seconds]:  # of processor time
             began = time.process_time()
             while time.process_time() < began + float(seconds):

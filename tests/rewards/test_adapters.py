@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.adapters import NotScoredError, ScoreItem, UnfitFunctionError, adapted
+from megatron_dppo.rewards.adapters import GroupScoresError, NotScoredError, ScoreItem, UnfitFunctionError, adapted
 from megatron_dppo.rewards.functions import resolve, to_score
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Score
@@ -18,6 +18,7 @@ from megatron_dppo.rl.types import Score
 THEIRS = """
 import asyncio
 import re
+from functools import partial, wraps
 
 # verl: a dictionary, with more than the score in it
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -43,36 +44,11 @@ async def custom_rm_of_options(args, sample):
     return float(args.rollout_temperature)
 
 # slime: --group-rm
-async def group_rm(args, samples, **kwargs):
-    await asyncio.sleep(0)
-    right = [sample.response_length for sample in samples if sample.label in sample.response]
-    return [float(s.label in s.response and s.response_length == min(right)) for s in samples]
-
-def ranks(args, samples):
-    order = sorted(samples, key=lambda sample: float(sample.response))
-    return [{"score": order.index(sample), "acc": sample is order[-1]} for sample in samples]
-
-def one_too_few(args, samples):
-    return [1.0 for sample in samples[1:]]
-
 def one_for_all(args, samples):
     return 1.0
 
-def one_is_none(args, samples):
-    return [None, *(1.0 for sample in samples[1:])]
-
-def slow(args, samples):
-    import time
-    began = time.process_time()
-    while time.process_time() < began + float(samples[0].response):
-        pass
-    return [1.0 for sample in samples]
-
-def dies(args, samples):
-    import os
-    if samples[0].response == "die":
-        os._exit(5)
-    return [1.0 for sample in samples]
+def three(args, samples, more):
+    return [1.0]
 
 # TRL: completions of text
 def reward_length(completions, **kwargs):
@@ -94,33 +70,10 @@ async def reward_later(completions, answer):
     await asyncio.sleep(0)
     return [float(c == a) for c, a in zip(completions, answer)]
 
-"""
+def of_a_trainer(completions, trainer_state):
+    return [1.0]
 
-
-BY_KEYWORD = """
-from functools import partial, wraps
-
-def in_order(data_source, solution_str, ground_truth, extra_info=None):
-    return told(data_source, solution_str, ground_truth, extra_info)
-
-def in_another(solution_str, ground_truth, data_source=None, extra_info=None):
-    return told(data_source, solution_str, ground_truth, extra_info)
-
-def backwards(extra_info, ground_truth, solution_str, data_source):
-    return told(data_source, solution_str, ground_truth, extra_info)
-
-def all_with_defaults(ground_truth="", extra_info=None, data_source="", solution_str=""):
-    return told(data_source, solution_str, ground_truth, extra_info)
-
-def behind_a_star(solution_str, *, ground_truth, data_source="", extra_info):
-    return told(data_source, solution_str, ground_truth, extra_info)
-
-def some_by_name(solution_str, ground_truth, **kwargs):
-    return told(kwargs["data_source"], solution_str, ground_truth, kwargs["extra_info"])
-
-def all_by_name(**kwargs):
-    return told(**kwargs)
-
+# verl calls by keyword.
 def with_a_setting(solution_str, ground_truth, data_source, extra_info=None, weight=1.0, **kwargs):
     return told(data_source, solution_str, ground_truth, extra_info) * weight
 
@@ -138,63 +91,58 @@ called, method = Judge(), Judge().later
 bound = partial(lambda weight, ground_truth, solution_str, extra_info, data_source:
                 told(data_source, solution_str, ground_truth, extra_info) * weight, 1.0)
 
-@wraps(backwards)
+@wraps(with_a_setting)
 def wrapped(*args, **kwargs):
-    return backwards(*args, **kwargs)
+    return with_a_setting(*args, **kwargs)
 
 def told(data_source, solution_str, ground_truth, extra_info):
     return float((data_source, solution_str, ground_truth, extra_info) == ("here", "72", ["72"], {"level": 2}))
 
-# What verl would raise a TypeError of.
-def other_names(source, answer, label, info=None):
-    return 1.0
 def too_few(solution_str, ground_truth):
     return 1.0
-def one_more(data_source, solution_str, ground_truth, extra_info, tokenizer):
-    return 1.0
+
 def by_position_only(data_source, solution_str, ground_truth, extra_info=None, /):
     return 1.0
-"""
-VERLS = ("in_order", "in_another", "backwards", "all_with_defaults", "behind_a_star", "some_by_name", "all_by_name",
-         "with_a_setting", "anything", "called", "method", "bound", "wrapped")  # fmt: skip
-ROW = """
-import asyncio
 
 # slime calls by position.
-async def custom_rm(args, sample):
+async def slime(args, sample):
     return row(sample.prompt, sample.label, sample.metadata)
-async def other_names(args, s, *, evaluation=False, **kwargs):
+
+async def slime_other_names(args, s, *, evaluation=False, **kwargs):
     return row(s.prompt, s.label, s.metadata)
-def not_async(a, sample, **kwargs):
+
+def slime_not_async(a, sample, **kwargs):
     return row(sample.prompt, sample.label, sample.metadata)
+
 def row(prompt, label, metadata):
     assert prompt == "<user>1+1<assistant>", prompt
     assert label == {"target": ["2", "two"]} and metadata == {"level": 2}
     label["target"].clear()  # of no consequence for the next completion
-    return 1.0
+    return 2.0
 
 # TRL, too, calls by keyword.
-def columns(prompts, completions, ground_truth, level, log_extra, log_metric, trainer_state=None, **kwargs):
+def trl(prompts, completions, ground_truth, level, log_extra, log_metric, trainer_state=None, **kwargs):
     log_extra("level", level)
     log_metric("mean", 0.5)
     assert prompts == [[{"role": "user", "content": "1+1"}]]
     assert completions == [[{"role": "assistant", "content": "2"}]]
     assert kwargs["label"] == ground_truth == [{"target": ["2", "two"]}]
     return [float(level[0])]
-def behind_a_star(*, completions, level):
+
+def trl_behind_a_star(*, completions, level):
     return [float(level[0])]
+
 class Reward:
     async def __call__(self, completions, solution, **kwargs):
         return [2.0]
-reward = Reward()
-def of_a_trainer(completions, trainer_state):
-    return [1.0]
+
+trl_object = Reward()
 """
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "theirs.py"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "theirs.py"
     path.write_text(THEIRS)
     return path
 
@@ -206,46 +154,38 @@ def file(tmp_path: Path) -> Path:
         ("compute_score", "so\n#### 71", "72", {}, (-0.5, False)),
         ("compute_score_later", "72", "72", {}, (1.0, True)),
         ("custom_rm", "it is 72", "72", {"level": 0.25}, (0.25, False)),
-        ("custom_rm", "it is 72", "72", {}, (1.0, True)),
         ("custom_rm_with_reward_key", "72", "72", {}, (0.5, True)),
         ("reward_length", "four", "", {}, (4.0, True)),
         ("reward_columns", "it is 72", "72", {}, (1.0, True)),
         ("reward_columns", "it is 72", "72", {"ground_truth": "71"}, (0.0, False)),
         ("format_reward", "<think>2</think>2", "", {}, (1.0, True)),
-        ("format_reward", "2", "", {}, (0.0, False)),
         ("math_reward", "5", "5", {"task": "math"}, (1.0, True)),
         ("reward_later", "5", "6", {"prompt": "1+4"}, (0.0, False)),
     ],
 )
-def test_function_is_called_as_its_own_trainer_would(
+def test_functions_are_called_as_by_their_trainer(
     file: Path, name: str, solution: str, label: str, extra: dict[str, object], expected: tuple[float, bool]
 ) -> None:
     prompt = [{"role": "user", "content": "1+1"}] if name == "format_reward" else "1+1"
     assert to_score(resolve(f"{file}:{name}")(ScoreItem("here", solution, label, extra, prompt))) == expected
 
 
-def test_none_of_trl_leaves_the_completion_unscored_and_never_makes_a_zero_of_it(file: Path) -> None:
+def test_none_of_trl_leaves_a_completion_unscored(file: Path) -> None:
     with pytest.raises(NotScoredError):
         resolve(f"{file}:math_reward")(ScoreItem("", "5", "5", {"task": "code"}))
-    pool = RewardWorkers(f"{file}:math_reward", workers=1, timeout_s=5.0)
-    scored = pool.score([ScoreItem("", "5", "5", {"task": "code"}), ScoreItem("", "5", "5", {"task": "math"})])
-    pool.close()
-    assert scored.scores == [None, Score(1.0, True)] and scored.errors == 1
-    assert "does not score this completion" in scored.tracebacks[0]
 
 
-@pytest.mark.parametrize("name", VERLS)
-def test_verls_functions_are_called_by_keyword(tmp_path: Path, name: str) -> None:
-    (tmp_path / "theirs.py").write_text(BY_KEYWORD)
-    function = resolve(f"{tmp_path}/theirs.py:{name}")
+@pytest.mark.parametrize("name", ["with_a_setting", "anything", "called", "method", "bound", "wrapped"])
+def test_verls_functions_are_called_by_keyword(file: Path, name: str) -> None:
+    function = resolve(f"{file}:{name}")
     assert function(ScoreItem("here", "72", ["72"], {"level": 2})) == 1.0
     assert function(ScoreItem("there", "72", ["72"], {"level": 2})) == 0.0
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(data=st.data())
-def test_any_function_is_called_as_verl_calls_it_or_refused(data: st.DataObject) -> None:
-    """It sees what verl's call by four keywords shows it; it is refused where that call would raise."""
+def test_any_signature_is_called_as_by_verl_or_refused(data: st.DataObject) -> None:
+    """A function gets what verl's call by four keywords gives, and is refused if verl's call raises."""
     known = ["data_source", "solution_str", "ground_truth", "extra_info"]
     names = data.draw(st.permutations([*known, "other"]))[: data.draw(st.integers(0, 5))]
     star = data.draw(st.integers(0, len(names)))
@@ -268,43 +208,45 @@ def test_any_function_is_called_as_verl_calls_it_or_refused(data: st.DataObject)
     assert adapted(scope["f"])(ScoreItem(*said.values())) == expected, source
 
 
-@pytest.mark.parametrize("name", ["other_names", "too_few", "one_more", "by_position_only"])
-def test_what_verl_could_not_call_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "theirs.py").write_text(BY_KEYWORD)
-    with pytest.raises(UserError, match=r"data_source, solution_str, ground_truth, extra_info\), each by its name"):
-        resolve(f"{tmp_path}/theirs.py:{name}")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("too_few", r"\(data_source, solution_str, ground_truth, extra_info\), each by its name"),
+        ("by_position_only", r"\(data_source, solution_str, ground_truth, extra_info\), each by its name"),
+        ("three", r"cannot be called with \(args, samples\), as slime does"),
+        ("of_a_trainer", "trainer_state"),
+    ],
+)
+def test_functions_that_no_trainer_could_call_are_refused(file: Path, name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        resolve(f"{file}:{name}")
 
 
-ITEM = ScoreItem("", "2", {"target": ["2", "two"]}, {"level": 2}, [{"role": "user", "content": "1+1"}],
-                 "<user>1+1<assistant>", "rows.jsonl, line 7")  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["custom_rm", "other_names", "not_async"])
-def test_slimes_sample_has_the_rendered_prompt_and_the_label_that_the_row_has(tmp_path: Path, name: str) -> None:
-    (tmp_path / "theirs.py").write_text(ROW)
-    pool = RewardWorkers(f"{tmp_path}/theirs.py:{name}", workers=1, timeout_s=5.0)
-    scored = pool.score([ITEM] * 3)
+@pytest.mark.parametrize(
+    "name", ["slime", "slime_other_names", "slime_not_async", "trl", "trl_behind_a_star", "trl_object"]
+)
+def test_functions_get_the_columns_of_their_row(file: Path, name: str) -> None:
+    """A completion's label and columns are its own: the next completion gets them unchanged."""
+    prompt, place = [{"role": "user", "content": "1+1"}], "rows.jsonl, line 7"
+    item = ScoreItem("", "2", {"target": ["2", "two"]}, {"level": 2}, prompt, "<user>1+1<assistant>", place)
+    pool = RewardWorkers(f"{file}:{name}", workers=1, timeout_s=5.0)
+    scored = pool.score([item] * 3)
     pool.close()
-    assert scored.scores == [Score(1.0, True)] * 3, scored.tracebacks
+    metrics = {"mean": 0.5} if name == "trl" else {}
+    assert scored.scores == [Score(2.0, True, metrics=metrics)] * 3, scored.tracebacks
 
 
-@pytest.mark.parametrize("name", ["columns", "behind_a_star", "reward"])
-def test_trls_functions_have_the_rows_prompt_and_label_beside_other_columns(tmp_path: Path, name: str) -> None:
-    (tmp_path / "theirs.py").write_text(ROW)
-    pool = RewardWorkers(f"{tmp_path}/theirs.py:{name}", workers=1, timeout_s=5.0)
-    scored = pool.score([ITEM])
-    pool.close()
-    metrics = {"mean": 0.5} if name == "columns" else {}
-    assert scored.scores == [Score(2.0, True, metrics=metrics)], scored.tracebacks
+def test_group_function_returns_one_score_for_each_completion(file: Path) -> None:
+    with pytest.raises(GroupScoresError, match="a float, not a list of scores for a group of 2 completions"):
+        resolve(f"{file}:one_for_all")([ScoreItem("", "", "")] * 2)
 
 
-def test_state_of_trls_trainer_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "theirs.py").write_text(ROW)
-    with pytest.raises(UserError, match="trainer_state"):
-        resolve(f"{tmp_path}/theirs.py:of_a_trainer")
+def test_missing_option_of_slime_is_named(file: Path) -> None:
+    with pytest.raises(AttributeError, match=r"args\.rollout_temperature"):
+        resolve(f"{file}:custom_rm_of_options")(ScoreItem("", "", ""))
 
 
-def test_function_of_a_lazy_module_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_lazy_modules_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lazy_rewards.py").write_text(
         "__all__ = ['accuracy_reward', 'broken']\n"
         "def __getattr__(name):\n"
@@ -320,8 +262,3 @@ def test_function_of_a_lazy_module_is_found(tmp_path: Path, monkeypatch: pytest.
         resolve("lazy_rewards:accuracy_rewards")
     with pytest.raises(UserError, match=r"cannot be imported \(ModuleNotFoundError.*no_such_module_at_all"):
         resolve("lazy_rewards:broken")
-
-
-def test_option_of_slime_that_a_function_reads_is_named(file: Path) -> None:
-    with pytest.raises(AttributeError, match=r"args\.rollout_temperature"):
-        resolve(f"{file}:custom_rm_of_options")(ScoreItem("", "", ""))

@@ -1,4 +1,4 @@
-"""A reward is found by its name or refused in words; what it returns is a finite number or an error."""
+"""A reward is found by its name or refused; its result is a finite number or an error; several rewards are summed."""
 
 from __future__ import annotations
 
@@ -11,48 +11,67 @@ import pytest
 import torch
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.adapters import GroupScorer, NotScoredError, ScoreItem
 from megatron_dppo.rewards.functions import (
     LARGEST,
     InvalidScoreError,
+    check_columns,
     check_labels,
     details,
+    exact_score,
     resolve,
     role_rewards,
     to_score,
+    to_verdict,
 )
+from megatron_dppo.rl.types import Score
+from megatron_dppo.settings import load_config
+from tests.rewards.math.test_completion import THOUGHTS
 
-SOURCE = """
+CONFIGS = Path(__file__).parents[2] / "configs"
+MINE = '''
 import neighbour
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return neighbour.SCORE
-def too_few(solution_str):
-    return 0.0
-async def later(data_source, solution_str, ground_truth, extra_info=None):
-    return 0.125
+    """verl's form, with further numbers."""
+    return {"score": neighbour.SCORE, "acc": True, "pred": "it", "format": True, "depth": 3, "note": "well",
+            "odd": float("inf"), "roles": {"solver": 2.0}}
+
+def text(data_source, solution_str, ground_truth, extra_info=None):
+    return "0.5"
+
 number = 3
-"""
+
+def brevity(completions, **columns):
+    """TRL's form."""
+    return [-float(len(completion)) for completion in completions]
+
+def code_only(completions, task, log_metric, **columns):
+    if task[0] != "code":
+        return [None]
+    log_metric("lines", 1)
+    log_metric("lines", 2)
+    log_metric("no_number", float("nan"))
+    return [10.0]
+
+async def judge(completions, log_metric, **columns):
+    log_metric("asked", 1.0)
+    return [4.0]
+
+def group_rm(args, samples):
+    """slime's form: the shortest of the group is worth 1."""
+    shortest = min(len(sample.response) for sample in samples)
+    return [float(len(sample.response) == shortest) for sample in samples]
+'''
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    (tmp_path / "neighbour.py").write_text("SCORE = 0.25\n")
-    file = tmp_path / "my_reward.py"
-    file.write_text(SOURCE)
-    return file
-
-
-def test_builtin_rewards_go_by_their_names() -> None:
-    assert resolve("exact")(ScoreItem("", "2+3=5\n#5", "5")) == 1.0
-    assert to_score(resolve("math")(ScoreItem("", r"\boxed{\frac{1}{2}}", "0.5"))) == (1.0, True)
-
-
-def test_function_of_a_file_can_import_its_neighbours(source: Path) -> None:
-    assert resolve(f"{source}:compute_score")(ScoreItem("", "", "")) == 0.25
-
-
-def test_coroutine_function_is_waited_for(source: Path) -> None:
-    assert resolve(f"{source}:later")(ScoreItem("", "", "")) == 0.125
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "neighbour.py").write_text("SCORE = 0.5\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "mine.py").write_text(MINE)
+    return folder / "mine.py"
 
 
 @pytest.mark.parametrize(
@@ -63,20 +82,14 @@ def test_coroutine_function_is_waited_for(source: Path) -> None:
         ("nowhere.py:compute_score", ["there is no file nowhere.py"]),
         ("no_such_module:compute_score", ["cannot be imported", "no_such_module"]),
         ("FILE:compute_scores", ["no function 'compute_scores'", "Perhaps 'compute_score'"]),
-        ("FILE:too_few", ["cannot be called with (data_source, solution_str, ground_truth, extra_info)"]),
         ("FILE:number", ["is no function"]),
+        ("FOLDER/broken.py:f", ["ZeroDivisionError: division by zero"]),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_words(source: Path, spec: str, words: list[str]) -> None:
+def test_unusable_functions_are_refused(file: Path, spec: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        resolve(spec.replace("FILE", str(source)))
+        resolve(spec.replace("FILE", str(file)).replace("FOLDER", str(file.parent)))
     assert all(word in str(caught.value) for word in ["reward.function", *words]), str(caught.value)
-
-
-def test_file_that_fails_while_it_is_imported_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("1 / 0\n")
-    with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
-        resolve(f"{tmp_path}/broken.py:compute_score")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +98,6 @@ def test_file_that_fails_while_it_is_imported_is_refused(tmp_path: Path) -> None
         (1.0, (1.0, True)),
         (0.99, (0.99, False)),
         (True, (1.0, True)),
-        (np.float32(0.5), (0.5, False)),
         (np.int64(2), (2.0, True)),
         ({"score": 0.5, "acc": True}, (0.5, True)),
         ({"score": 1.5, "acc": False, "pred": "7"}, (1.5, False)),
@@ -93,12 +105,11 @@ def test_file_that_fails_while_it_is_imported_is_refused(tmp_path: Path) -> None
         (0.7 + 0.2 + 0.1, (0.7 + 0.2 + 0.1, True)),
         (OrderedDict(score=-1, acc=None), (-1.0, False)),
         (np.bool_(True), (1.0, True)),
-        (np.array(0.5), (0.5, False)),
         (torch.tensor(0.5), (0.5, False)),
         (Decimal("0.25"), (0.25, False)),
-        ({"score": torch.tensor(0.0), "acc": np.bool_(True)}, (0.0, True)),
         ({"score": Decimal(1), "acc": torch.tensor(False)}, (1.0, False)),
         ({"score": 1.0, "acc": 0}, (1.0, False)),
+        (LARGEST, (LARGEST, True)),
     ],
 )
 def test_scores_and_correctness_are_told_apart(returned: object, expected: tuple[float, bool]) -> None:
@@ -111,12 +122,12 @@ def test_scores_and_correctness_are_told_apart(returned: object, expected: tuple
      [1.0], {"score": 1.0, "acc": float("nan")}, {"score": 0.0, "acc": "false"}, {"score": 1.0, "acc": 0.5},
      np.array([1.0]), Decimal("sNaN"), {"score": 1.0, "acc": []}],
 )  # fmt: skip
-def test_what_is_no_number_to_train_on_is_an_error(returned: object) -> None:
+def test_other_results_are_errors(returned: object) -> None:
     with pytest.raises(InvalidScoreError):
         to_score(returned)
 
 
-def test_each_role_of_a_conversation_may_have_a_reward() -> None:
+def test_roles_of_a_conversation_have_rewards_of_their_own() -> None:
     returned = {"score": 0.5, "roles": {"solver": 1, "critic": np.float32(-0.25)}}
     assert (to_score(returned), role_rewards(returned)) == ((0.5, False), {"solver": 1.0, "critic": -0.25})
     assert role_rewards(1.0) == role_rewards({"score": 1.0}) == {}
@@ -125,11 +136,54 @@ def test_each_role_of_a_conversation_may_have_a_reward() -> None:
             role_rewards({"score": 0.5, "roles": wrong})
 
 
-def test_rewards_up_to_the_largest_leave_advantages_and_squares_finite() -> None:
-    largest = np.float32(to_score(LARGEST)[0])
-    assert to_score(-LARGEST) == (-LARGEST, False)
-    # A gradient of a thousand by each of 10¹² weights, as large as the reward, squared and summed as its norm is.
-    assert np.isfinite(largest**2 * np.float32(1e6) * np.float32(1e12))
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (1.0, (None, ())),
+        ({"score": 0.0, "pred": None, "by": "unit"}, (None, ())),
+        ({"score": 1.0, "pred": 7, "by": ["unit", "number"]}, ("7", ("unit", "number"))),
+    ],
+)
+def test_answer_and_equivalences_are_read(returned: object, expected: object) -> None:
+    assert details(returned) == expected
+
+
+@pytest.mark.parametrize(
+    ("solution", "label", "expected"),
+    [
+        (r"So \boxed{5\text{ cm}}.", "5", (True, r"5\text{ cm}", ("unit",))),
+        ("#### 72.0", "72", (True, "72.0", ("number",))),
+        ("#### 72", "72", (True, "72", ())),
+        (r"\boxed{6}", "5", (False, "6", ())),
+        (r"\boxed{5}", [5.0], (True, "5", ())),
+    ],
+)
+def test_math_returns_answer_and_equivalences(solution: str, label: object, expected: object) -> None:
+    _, *verdict = to_verdict(resolve("math")(ScoreItem("", solution, label)))
+    assert tuple(verdict[:3]) == expected
+
+
+@pytest.mark.parametrize(
+    ("solution", "label", "right"),
+    [
+        ("1+1=2\n#2", "2", True),
+        (" B ", "B", True),
+        ("#2 ", "#### 2", True),
+        ("#5", ["5"], True),
+        ("#02", "2", False),
+        ("#2\n#3", "2", False),
+    ],
+)
+def test_exact_compares_the_text_after_the_last_sign(solution: str, label: object, right: bool) -> None:
+    assert resolve("exact")(ScoreItem("", solution, label)) == float(right)
+
+
+def test_exact_ignores_thoughts() -> None:
+    for prompt, completion, answer in THOUGHTS:
+        marked = completion.replace(r"\boxed{", "#").replace("}", "").replace("The answer is 43.", "#43")
+        for label in ("42", "43"):
+            assert exact_score("", marked, label, prompt=prompt) == float(label == answer)
+    assert resolve("exact", ("(", ")"))(ScoreItem("", "(no) #43", "43")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -144,9 +198,7 @@ def test_rewards_up_to_the_largest_leave_advantages_and_squares_finite() -> None
         ("exact", [], "is a list of 0"),
     ],
 )
-def test_label_that_a_built_in_verifier_cannot_compare_is_refused_with_its_row(
-    function: str, label: object, words: str
-) -> None:
+def test_labels_without_one_answer_are_refused(function: str, label: object, words: str) -> None:
     good = ("rows.jsonl, line 1", "5")
     check_labels(function, [good, ("rows.jsonl, line 2", ["5"]), ("rows.jsonl, line 3", "#### 5")])
     with pytest.raises(UserError, match=rf"reward.function = {function}: .*rows.jsonl, line 2.*{words}"):
@@ -154,27 +206,100 @@ def test_label_that_a_built_in_verifier_cannot_compare_is_refused_with_its_row(
     check_labels("mine.py:score", [("rows.jsonl, line 2", label)])
 
 
-def test_only_label_of_a_list_is_the_label() -> None:
-    assert resolve("exact")(ScoreItem("", "#5", ["5"])) == 1.0
-    assert to_score(resolve("math")(ScoreItem("", r"\boxed{5}", [5.0]))) == (1.0, True)
+def read_spec(*parts: str) -> str:
+    return load_config(None, [f"reward.function=[{', '.join(f'{{{part}}}' for part in parts)}]"]).reward.spec
+
+
+def score(spec: str, *solutions: str, **extra: object) -> list[Score]:
+    """Score completions of one prompt, the label of which is 7."""
+    items = [ScoreItem("here", solution, "7", extra) for solution in solutions]
+    scorer = resolve(spec)
+    returned = scorer(items) if isinstance(scorer, GroupScorer) else map(scorer, items)
+    return [Score(*to_verdict(each)) for each in returned]
+
+
+def test_reward_is_the_weighted_sum_and_the_first_function_judges(file: Path) -> None:
+    spec = read_spec("function: exact, weight: 2", f"function: {file}:brevity, weight: 0.1, name: short")
+    assert score(spec, "7", "it is 8") == [
+        Score(2 * 1.0 + 0.1 * -1.0, True, metrics={"exact": 1.0, "short": -1.0}),
+        Score(0.1 * -7.0, False, metrics={"exact": 0.0, "short": -7.0}),
+    ]
+    unweighted = read_spec("function: exact", f"function: {file}:brevity, weight: 0")
+    assert score(unweighted, "77") == [Score(0.0, False, metrics={"exact": 0.0, "brevity": -2.0})]
+
+
+def test_none_has_no_share_in_the_sum(file: Path) -> None:
+    """TRL's sum leaves out the None of a function for other completions."""
+    spec = read_spec(f"function: {file}:code_only, weight: 3", "function: exact")
+    assert score(spec, "7", task="math") == [Score(1.0, True, metrics={"exact": 1.0})]
+    metrics = {"code_only": 10.0, "exact": 0.0, "lines": 1.5}
+    assert score(spec, "8", task="code") == [Score(30.0, True, metrics=metrics)]
+    with pytest.raises(NotScoredError, match="none of them scores this completion"):
+        score(read_spec(f"function: {file}:code_only"), "7", task="math")
+
+
+@pytest.mark.parametrize("others", [["judge"], ["group_rm"], ["judge", "group_rm"]])
+def test_functions_of_all_forms_are_summed(file: Path, others: list[str]) -> None:
+    parts = [f"function: {file}:{name}" for name in others]
+    values = {"judge": (4.0, 4.0), "group_rm": (1.0, 0.0), "exact": (1.0, 0.0)}
+    for place, found in enumerate(score(read_spec("function: exact", *parts), "7", "it is 8")):
+        own = {name: values[name][place] for name in ("exact", *others)}
+        logged = {"asked": 1.0} if "judge" in others else {}
+        assert found == Score(sum(own.values()), place == 0, metrics={**own, **logged})
+
+
+def test_further_numbers_of_a_result_are_metrics(file: Path) -> None:
+    function, numbers = f"{file}:compute_score", {"format": 1.0, "depth": 3.0}
+    assert score(function, "") == [Score(0.5, True, "it", (), {"solver": 2.0}, numbers)]
+    metrics = {**numbers, "compute_score": 0.5, "exact": 1.0}
+    summed = read_spec(f"function: {function}, weight: 2", "function: exact, weight: 3")
+    assert score(summed, "7") == [Score(4.0, True, "it", (), {"solver": 7.0}, metrics)]
+    assert score(f"{file}:code_only", "7", task="code") == [Score(10.0, True, metrics={"lines": 1.5})]
+    assert score(f"{file}:judge", "7") == [Score(4.0, True, metrics={"asked": 1.0})]
+
+
+def test_invalid_scores_of_a_sum_name_the_function(file: Path) -> None:
+    with pytest.raises(InvalidScoreError) as caught:
+        score(read_spec("function: exact", f"function: {file}:text"), "7")
+    assert f"a str for a score ({file}:text): '0.5'" in str(caught.value)
+    with pytest.raises(InvalidScoreError, match="a score beyond"):
+        score(read_spec("function: exact, weight: 1e9", f"function: {file}:judge, weight: 1e9"), "7")
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("parts", "problem"),
     [
-        (1.0, (None, ())),
-        ({"score": 1.0, "acc": True}, (None, ())),
-        ({"score": 0.0, "pred": None, "by": "unit"}, (None, ())),
-        ({"score": 1.0, "pred": 7, "by": ["unit", "number"]}, ("7", ("unit", "number"))),
+        ([], "is empty"),
+        (["function: exact", "function: a.py:exact"], "names exact more than once"),
+        (["function: a.py:errors"], "names a metric errors, which counts failures"),
+        (["function: exact, wieght: 2"], "wieght: extra inputs are not permitted"),
+        (["function: exact, weight: inf"], "weight: should be a finite number"),
     ],
 )
-def test_a_function_may_say_which_answer_it_took_and_why_it_is_right(returned: object, told: object) -> None:
-    assert details(returned) == told
+def test_ambiguous_lists_of_functions_are_refused(parts: list[str], problem: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_spec(*parts)
+    assert refused.value.setting == "reward.function" and problem in refused.value.problem
 
 
-def test_the_verifier_for_mathematics_says_both() -> None:
-    verdict = resolve("math")
-    assert details(verdict(ScoreItem("", r"So \boxed{5\text{ cm}}.", "5"))) == (r"5\text{ cm}", ("unit",))
-    assert details(verdict(ScoreItem("", "#### 72.0", "72"))) == ("72.0", ("number",))
-    assert details(verdict(ScoreItem("", "#### 72", "72"))) == ("72", ())
-    assert details(verdict(ScoreItem("", r"\boxed{6}", "5"))) == ("6", ())
+def test_labels_and_columns_are_checked_for_each_function(file: Path) -> None:
+    spec = read_spec(f"function: {file}:code_only", "function: exact")
+    with pytest.raises(UserError, match="row 1 has an empty one"):
+        check_labels(spec, [("row 0", "7"), ("row 1", " ")])
+    with pytest.raises(UserError, match="the column 'task', which row 1 does not have"):
+        check_columns(spec, [("row 0", {"task": "code"}), ("row 1", {"label": "7"})])
+
+
+def test_example_reward_prefers_closer_answers() -> None:
+    """configs/gsm8k_reward.py: 1 for the right answer alone, a part for a close answer in the right form."""
+    score = resolve(f"{CONFIGS / 'gsm8k_reward.py'}:compute_score")
+    label = "48/2 = <<48/2=24>>24\n#### 1,072"
+    for right, other in (("so\n#### 1072", label), ("so\n#### 1,072.0", label), ("#### 72", "72")):
+        assert to_score(score(ScoreItem("", right, other))) == (1.0, True)
+    assert to_score(score(ScoreItem("", "#### 1072\n#### 7", label)))[1] is False
+    answers = ["1072.001", "1071", "1000", "500", "0", "-9", "99999999"]
+    values = [to_score(score(ScoreItem("", f"#### {answer}", label)))[0] for answer in answers]
+    assert values == sorted(values, reverse=True) and len(set(values)) == len(values)
+    assert values[-1] > 0.1 and values[0] <= 0.5
+    for formless in ("it is 1072", ""):
+        assert to_score(score(ScoreItem("", formless, label))) == (0.0, False)

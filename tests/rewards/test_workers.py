@@ -1,7 +1,8 @@
-"""Scoring survives whatever a reward function does, counts it, and never makes a zero of it."""
+"""Scoring survives whatever a reward function does, counts failures, and never makes a zero of a failure."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import signal
@@ -10,290 +11,506 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.rewards import workers as workers_module
 from megatron_dppo.rewards.adapters import ScoreItem
-from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rewards.workers import RewardWorkers, Scored
 from megatron_dppo.rl.types import Score
+from megatron_dppo.settings import load_config
+from tests.rewards.math.test_completion import OPENED, THOUGHTS
 
-FAILING = f"{Path(__file__).parent / 'rewards_that_fail.py'}:compute_score"
-LIMIT_S = 0.3
+REWARD = FAILING = f"{Path(__file__).parent / 'rewards_that_fail.py'}:compute_score"
+REWARD_TIMEOUT_S = LIMIT_S = 0.3
+GROUPS = """
+import os, time
 
+async def group_rm(args, samples, **kwargs):
+    right = [sample.response_length for sample in samples if sample.label in sample.response]
+    return [float(s.label in s.response and s.response_length == min(right)) for s in samples]
 
-def items(*solutions: str) -> list[ScoreItem]:
-    return [ScoreItem("here", solution, "1") for solution in solutions]
+def one_too_few(args, samples):
+    return [1.0 for sample in samples[1:]]
 
-
-@pytest.fixture
-def workers() -> Iterator[RewardWorkers]:
-    pool = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)
-    yield pool
-    pool.close()
-
-
-def rewards(scores: list[Score | None]) -> list[float | None]:
-    return [score and score.reward for score in scores]
-
-
-def test_scores_come_back_in_order_however_the_work_is_spread() -> None:
-    pool = RewardWorkers(FAILING, workers=2, timeout_s=5.0)
-    scored = pool.score(items(*(f"score {n}" for n in range(100))))
-    pool.close()
-    assert rewards(scored.scores) == list(range(100))
-    assert (scored.timeouts, scored.errors, scored.tracebacks) == (0, 0, [])
-
-
-def test_what_comes_up_later_is_scored_too_and_what_came_first_does_not_wait_for_it(workers: RewardWorkers) -> None:
-    workers.wait_ready()
-    scoring = workers.begin(most_failures=9)
-    scoring.add(items("score 1", "raise", "score 2"))
-    while scoring.advance(5.0):
+def slow(args, samples):
+    began = time.process_time()
+    while time.process_time() < began + float(samples[0].response):
         pass
-    assert rewards(scoring._scored.scores) == [1.0, None, 2.0]
-    scoring.add(items("score 3"))
-    scored = scoring.finish()
-    assert rewards(scored.scores) == [1.0, None, 2.0, 3.0] and scored.errors == 1
-    assert rewards(workers.score(items("score 4")).scores) == [4.0]
+    return [1.0 for sample in samples]
 
+def dies(args, samples):
+    if samples[0].response == "die":
+        os._exit(5)
+    return [1.0 for sample in samples]
+"""
+AWAITED = """
+import asyncio, os, sys, time
 
-def test_what_is_abandoned_leaves_no_trace(workers: RewardWorkers) -> None:
-    scoring = workers.begin(most_failures=9)
-    scoring.add(items("sleep 1", "score 1"))
-    while not any(worker.pending for worker in workers._workers):
-        scoring.advance(0.1)
-    scoring.abandon()
-    assert rewards(workers.score(items("score 4", "score 5")).scores) == [4.0, 5.0]
+async def judged(text):
+    reader, writer = await asyncio.open_connection("127.0.0.1", {port})
+    try:
+        writer.write(text.encode() + b"\\n")
+        answer = await reader.readline()
+        return float(answer)
+    except asyncio.CancelledError:
+        open({marks!r}, "a").write(text + "\\n")
+        raise
+    finally:
+        writer.close()
 
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    match solution_str.split():
+        case ["raise"]:
+            await judged("0")
+            raise ValueError("no verdict")
+        case ["sys-exit"]:
+            sys.exit(3)
+        case ["cancelled"]:
+            raise asyncio.CancelledError("by itself")
+        case ["nan"]:
+            return float("nan")
+        case ["die"]:
+            os._exit(5)
+        case ["spin"]:
+            await judged("0")
+            while True:
+                pass
+        case ["block"]:
+            time.sleep(600.0)
+        case ["pid"]:
+            return float(os.getpid())
+        case ["stubborn"]:
+            try:
+                await judged("hang")
+            except asyncio.CancelledError:
+                return 1.0
+    return await judged(solution_str)
 
-def test_all_that_a_function_is_given_reaches_it(workers: RewardWorkers) -> None:
-    item = ScoreItem("here", "echo", "40", {"add": 2})
-    assert workers.score([item]).scores == [Score(42.0, True)]
-    assert workers.score([]).scores == []
+async def trl(completions, **columns):
+    return [await judged(text) for text in completions]
 
-
-@pytest.mark.parametrize("how", ["spin", "sleep 60", "deaf", "backtrack"])
-def test_function_that_hangs_costs_its_completion_only(
-    workers: RewardWorkers, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers.wait_ready()
-    start, computes = time.monotonic(), how in ("spin", "backtrack")
-    on_the_clock = 100 if computes else 4  # half a minute: the limit of processor time alone can end it in time
-    limit_s = LIMIT_S if computes else on_the_clock * LIMIT_S
-    monkeypatch.setattr("megatron_dppo.rewards.workers.ON_THE_CLOCK", on_the_clock)
-    scored = workers.score(items("score 1", how, *["score 2"] * 14))  # four to a chunk
-    assert rewards(scored.scores) == [1.0, None, *[2.0] * 14]
-    assert (scored.timeouts, scored.errors) == (1, 0)
-    assert limit_s < time.monotonic() - start < limit_s + 15.0  # and the start of another worker, on a busy machine
-
-
-def test_limits_hold_for_each_completion_and_not_for_a_chunk() -> None:
-    pool = RewardWorkers(FAILING, workers=1, timeout_s=0.2)
-    scored = pool.score(items(*["sleep 0.6"] * 4, *["busy 0.1"] * 4, *["score 1"] * 24))  # fours travel in one chunk
-    pool.close()
-    assert rewards(scored.scores) == [0.5] * 4 + [1.0] * 28
-
-
-def test_limit_is_of_processor_time_and_a_busy_machine_costs_nothing() -> None:
-    pool = RewardWorkers(FAILING, workers=1, timeout_s=0.5)
-    pool.wait_ready()
-    (scorer,) = psutil.Process(pool._workers[0].process.pid).children()
-
-    def hold_up() -> None:  # as a machine that is busy otherwise would, for longer than the limit
-        time.sleep(0.1)
-        scorer.suspend()
-        time.sleep(0.8)
-        scorer.resume()
-
-    held = threading.Thread(target=hold_up)
-    held.start()
-    scored = pool.score(items("busy 0.3", "sleep 0.7", "busy 0.3", "busy 0.3", "spin", "score 2"))
-    held.join()
-    pool.close()
-    assert rewards(scored.scores) == [1.0, 0.5, 1.0, 1.0, None, 2.0]
-    assert (scored.timeouts, scored.errors) == (1, 0)
-
-
-def test_fork_that_comes_back_says_nothing(workers: RewardWorkers) -> None:
-    scored = workers.score(items("fork", "score 2", "fork-raise", "score 3", "fork"))
-    assert rewards(scored.scores) == [1.0, 2.0, 1.0, 3.0, 1.0]
-    assert (scored.timeouts, scored.errors) == (0, 0), scored.tracebacks
-
-
-@pytest.mark.parametrize("end", ["close", "spin", "segfault", "exit-at-once", "trainer"])
-def test_what_a_function_leaves_behind_ends_with_its_worker(tmp_path: Path, end: str) -> None:
-    file = tmp_path / "pids"
-    if end == "trainer":
-        script = tmp_path / "trainer.py"
-        script.write_text(TRAINER)
-        trainer = subprocess.Popen([sys.executable, script, FAILING, f"leave {file}"], stdout=subprocess.PIPE)
-        wait_until(lambda: file.exists() and len(file.read_text().split()) >= 3)
-        trainer.kill()
-        trainer.wait()
-    else:
-        pool = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)
-        assert rewards(pool.score(items(f"leave {file}")).scores) == [1.0]
-        assert all(map(alive, read_pids(file)))  # a call's end is not theirs: it may be a server for the next
-        if end != "close":
-            pool.score(items(end))
-            wait_until(lambda: not any(map(alive, read_pids(file))))
-        pool.close()
-    pids = read_pids(file)
-    wait_until(lambda: not any(map(alive, pids)))
-    assert len(pids) >= 3 and not any(map(alive, pids))
-
-
-def read_pids(file: Path) -> list[int]:
-    return [int(pid) for pid in file.read_text().split()]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize("number", ["1e308", "-1e308", "inf", "1j"])
-def test_reward_that_cannot_be_trained_on_names_the_function_and_the_row(workers: RewardWorkers, number: str) -> None:
-    scored = workers.score([ScoreItem("", f"huge {number}", "1", place="rows.jsonl, line 7")])
-    assert scored.scores == [None] and scored.errors == 1
-    assert all(
-        word in scored.tracebacks[0] for word in (f"reward.function = {FAILING}, for rows.jsonl, line 7", number)
-    )
-
-
-def test_function_that_takes_more_memory_than_it_may_costs_its_completion_only() -> None:
-    pool = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S + 4.0, memory_mib=256)
-    scored = pool.score(items("allocate 100", "allocate 1000", "allocate 100"))
-    pool.close()
-    assert rewards(scored.scores) == [1.0, None, 1.0]
-    assert (scored.timeouts, scored.errors) == (0, 1) and "MemoryError" in scored.tracebacks[0]
-
-
-def test_errors_are_counted_each_and_shown_once(workers: RewardWorkers) -> None:
-    scored = workers.score(items("raise one", "raise two", "raise-elsewhere", "score 1", "nan", "nan", "none", "exit"))
-    assert rewards(scored.scores) == [None, None, None, 1.0, None, None, None, None]
-    assert (scored.timeouts, scored.errors) == (0, 7)
-    assert len(scored.tracebacks) == 5
-    assert "ValueError: one" in scored.tracebacks[0] and "rewards_that_fail.py" in scored.tracebacks[0]
-    assert any("not finite: nan" in text for text in scored.tracebacks)
-    again = workers.score(items("raise three", "nan"))
-    assert (again.errors, again.tracebacks) == (2, [])
-
-
-def test_function_that_takes_its_process_down_is_an_error(workers: RewardWorkers) -> None:
-    scored = workers.score(items("score 1", "segfault", "score 2"))
-    assert rewards(scored.scores) == [1.0, None, 2.0]
-    assert scored.errors == 1 and "SIGSEGV" in scored.tracebacks[0]
-
-
-def test_completion_whose_worker_was_killed_once_is_scored_by_another(workers: RewardWorkers, tmp_path: Path) -> None:
-    scored = workers.score(items(f"killed-once {tmp_path / 'mark'}", "score 2"))
-    assert rewards(scored.scores) == [1.0, 2.0] and scored.errors == 0
-
-
-def test_worker_killed_while_idle_is_replaced(workers: RewardWorkers) -> None:
-    pid = int(workers.score(items("pid")).scores[0].reward)
-    os.kill(pid, signal.SIGKILL)
-    scored = workers.score(items("pid"))
-    assert scored.errors == 0 and scored.scores[0].reward != pid
-
-
-def test_worker_goes_on_when_slurm_tells_every_process_that_time_is_short(workers: RewardWorkers) -> None:
-    pid = int(workers.score(items("pid")).scores[0].reward)
-    os.kill(pid, signal.SIGUSR1)
-    assert workers.score(items("pid")).scores[0].reward == pid
-
-
-def test_worker_holds_one_thread_and_nothing_of_the_trainer(workers: RewardWorkers) -> None:
-    assert rewards(workers.score(items("modules", "threads")).scores) == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("function", "word"),
-    [("nowhere.py:f", "there is no file"), (FAILING.replace("compute_score", "compute"), "Perhaps 'compute_score'")],
-)
-def test_function_that_cannot_be_found_is_refused_before_anything_is_scored(function: str, word: str) -> None:
-    pool = RewardWorkers(function, workers=1, timeout_s=1.0)
-    with pytest.raises(UserError, match=word):
-        pool.wait_ready()
-    pool.close()
-
-
-def test_process_that_dies_while_importing_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "dies.py").write_text("import os\nos._exit(4)\n")
-    pool = RewardWorkers(f"{tmp_path}/dies.py:f", workers=1, timeout_s=1.0)
-    with pytest.raises(UserError, match="ended with exit code 4 while importing it"):
-        pool.score(items("score 1"))
-    pool.close()
-
-
-@pytest.mark.parametrize(("deaths", "scored"), [(1, True), (2, False)])
-def test_process_killed_once_while_importing_is_started_again(tmp_path: Path, deaths: int, scored: bool) -> None:
-    (tmp_path / "killed.py").write_text(
-        "import os, signal\nfrom pathlib import Path\n\n"
-        "lives = Path(__file__).with_suffix('.lives')\nlives.open('a').write('.')\n"
-        f"if len(lives.read_text()) <= {deaths}:\n    os.kill(os.getpid(), signal.SIGKILL)\n\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
-    )
-    pool = RewardWorkers(f"{tmp_path}/killed.py:compute_score", workers=1, timeout_s=1.0)
-    if scored:
-        assert rewards(pool.score(items("score 1")).scores) == [1.0]
-    else:
-        with pytest.raises(UserError, match="killed by SIGKILL while importing it"):
-            pool.wait_ready()
-    pool.close()
-
-
-TRAINER = """
-import os, sys, threading, time
-print("main", flush=True)
-from megatron_dppo.rewards.adapters import ScoreItem
-from megatron_dppo.rewards.workers import RewardWorkers
-pool = RewardWorkers(sys.argv[1], workers=2, timeout_s=600.0)
-pool.wait_ready()
-print(*(worker.process.pid for worker in pool._workers), flush=True)
-pool.score([ScoreItem("", sys.argv[2], "")] * 2)
+async def group_rm(args, samples):
+    return [await judged(samples[0].response)] * len(samples)
 """
 
 
-@pytest.mark.parametrize("busy_with", ["deaf", "sleep 600"])
-def test_workers_die_with_a_trainer_that_is_killed(tmp_path: Path, busy_with: str) -> None:
-    script = tmp_path / "trainer.py"
-    script.write_text(TRAINER)
-    trainer = subprocess.Popen([sys.executable, script, FAILING, busy_with], stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None and trainer.stdout.readline() == "main\n"
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]  # no second "main": it is not imported again
-    time.sleep(0.3)  # both are at work
-    trainer.kill()
-    trainer.wait()
-    deadline = time.monotonic() + 5.0
-    while any(map(alive, pids)) and time.monotonic() < deadline:
+def write_items(*solutions: str, label: str = "7") -> list[ScoreItem]:
+    return [ScoreItem("here", text, label, {}, token_ids=range(len(text)), place=f"row {n}")
+            for n, text in enumerate(solutions)]  # fmt: skip
+
+
+def read_rewards(scored: Scored) -> list[float | None]:
+    return [score and score.reward for score in scored.scores]
+
+
+def score(spec: str, *solutions: str, **settings: Any) -> Scored:
+    """Score completions with workers of their own, by default one."""
+    with closing(RewardWorkers(spec, **{"workers": 1, "timeout_s": 20.0, **settings})) as pool:
+        pool.wait_ready()
+        return pool.score(write_items(*solutions))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert len(pids) == 2 and not any(map(alive, pids))
+    assert holds()
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def test_worker_whose_trainer_is_gone_before_it_read_an_answer_ends_quietly(workers: RewardWorkers) -> None:
-    workers.wait_ready()
-    (worker,) = workers._workers
-    worker.pipe.send([(range(1), [pickle.dumps(*items("score 1"))])])
+def test_scores_keep_the_order_of_completions() -> None:
+    scored = score(FAILING, *(f"score {n}" for n in range(100)), workers=2)
+    assert read_rewards(scored) == list(range(100))
+    assert (scored.timeouts, scored.errors, scored.tracebacks) == (0, 0, [])
+
+
+def test_completions_are_scored_as_they_come(fresh_workers: RewardWorkers) -> None:
+    scoring = fresh_workers.begin(most_failures=9)
+    scoring.add(write_items("score 1", "raise it", "score 2"))
+    while scoring.advance(5.0):
+        pass
+    assert read_rewards(scoring._scored) == [1.0, None, 2.0]
+    scoring.add(write_items("score 3"))
+    scored = scoring.finish()
+    assert read_rewards(scored) == [1.0, None, 2.0, 3.0] and scored.errors == 1
+    assert read_rewards(fresh_workers.score(write_items("score 4"))) == [4.0]
+
+
+def test_abandoned_completions_leave_no_trace(workers: RewardWorkers) -> None:
+    scoring = workers.begin(most_failures=9)
+    scoring.add(write_items("sleep 1", "score 1"))
+    while not any(worker.pending for worker in workers._workers):
+        scoring.advance(0.1)
+    scoring.abandon()
+    assert read_rewards(workers.score(write_items("score 4", "score 5"))) == [4.0, 5.0]
+
+
+def test_functions_get_all_fields_in_a_process_of_one_thread(workers: RewardWorkers) -> None:
+    assert workers.score([ScoreItem("here", "echo", "40", {"add": 2})]).scores == [Score(42.0, True)]
+    assert workers.score([]).scores == []
+    assert read_rewards(workers.score(write_items("modules", "threads"))) == [0.0, 1.0]
+
+
+def test_settings_reach_the_scoring_processes() -> None:
+    """A sum of functions, and the tags of thoughts, which the rendered prompt may open."""
+    summed = "reward.function=[{function: math}, {function: exact, weight: 0}]"
+    items = [ScoreItem("", completion, "43", rendered=prompt) for prompt, completion, _ in THOUGHTS]
+    with closing(RewardWorkers.of(load_config(None, [summed]).reward)) as pool:
+        assert read_rewards(pool.score(items)) == [float(answer == "43") for *_, answer in THOUGHTS]
+    plain = load_config(None, ["reward.function=exact", "reward.thinking_tags=[]"])
+    with closing(RewardWorkers.of(plain.reward)) as pool:
+        assert read_rewards(pool.score([ScoreItem("", "<think>\n#43", "43", rendered=OPENED)])) == [1.0]
+
+
+@pytest.mark.parametrize(("how", "on_the_clock"), [("backtrack", 100), ("deaf", 4)])
+def test_hanging_function_costs_its_completion_only(
+    how: str, on_the_clock: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In C, with and without processor time: each has a limit of its own."""
+    monkeypatch.setattr(workers_module, "ON_THE_CLOCK", on_the_clock)
+    scored = score(FAILING, "score 1", how, *["score 2"] * 14, timeout_s=LIMIT_S)  # four to a chunk
+    assert read_rewards(scored) == [1.0, None, *[2.0] * 14]
+    assert (scored.timeouts, scored.errors) == (1, 0)
+
+
+def test_limits_hold_for_each_completion_on_a_busy_machine() -> None:
+    """Neither the time of a whole chunk counts, nor the time in which the machine does something else."""
+    with closing(RewardWorkers(FAILING, workers=1, timeout_s=0.2)) as pool:
+        pool.wait_ready()
+        (scorer,) = psutil.Process(pool._workers[0].process.pid).children()
+
+        def hold_up() -> None:
+            time.sleep(0.1)
+            scorer.suspend()
+            time.sleep(0.4)
+            scorer.resume()
+
+        held = threading.Thread(target=hold_up)
+        held.start()
+        scored = pool.score(write_items(*["busy 0.1"] * 4, *["sleep 0.6"] * 4, "spin", *["score 1"] * 23))
+        held.join()
+    assert read_rewards(scored) == [1.0] * 4 + [0.5] * 4 + [None] + [1.0] * 23
+    assert (scored.timeouts, scored.errors) == (1, 0)
+
+
+def test_forked_children_of_a_function_answer_nothing(workers: RewardWorkers) -> None:
+    scored = workers.score(write_items("fork", "score 2", "fork-raise", "score 3", "fork"))
+    assert read_rewards(scored) == [1.0, 2.0, 1.0, 3.0, 1.0]
+    assert (scored.timeouts, scored.errors) == (0, 0), scored.tracebacks
+
+
+TRAINER = """
+import sys
+print("main", flush=True)
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.workers import RewardWorkers
+pool = RewardWorkers(sys.argv[1], workers=2, timeout_s=600.0)
+pool.wait_ready()
+print(*(worker.process.pid for worker in pool._workers), flush=True)
+pool.score([ScoreItem("", word, "") for word in sys.argv[2:]])
+"""
+
+
+def test_killed_trainer_takes_its_workers_along(tmp_path: Path) -> None:
+    """One holds the interpreter's lock, the other has left processes behind."""
+    (script := tmp_path / "trainer.py").write_text(TRAINER)
+    words = ["deaf", f"leave {tmp_path / 'pids'}"]
+    trainer = subprocess.Popen([sys.executable, script, FAILING, *words], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None and trainer.stdout.readline() == "main\n"
+    pids = [int(pid) for pid in trainer.stdout.readline().split()]  # no second "main": nothing is imported twice
+    wait_until(lambda: len(read_pids(tmp_path)) == 3)
+    pids += read_pids(tmp_path)
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not any(map(is_alive, pids)))
+    assert len(pids) == 5
+
+
+@pytest.mark.parametrize("end", ["close", "spin", "exit-at-once"])
+def test_processes_of_a_function_end_with_its_worker(tmp_path: Path, end: str) -> None:
+    with closing(RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)) as pool:
+        pool.score(write_items(f"leave {tmp_path / 'pids'}"))
+        pids = [*read_pids(tmp_path), pool._workers[0].process.pid]
+        assert len(pids) == 4 and all(map(is_alive, pids)), "a call's end is not theirs: they may serve the next"
+        if end == "close":
+            pool.close()
+            assert not is_alive(pids[-1])
+        else:
+            pool.score(write_items(end))
+        wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def read_pids(folder: Path) -> list[int]:
+    file = folder / "pids"
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+
+def test_function_past_its_memory_costs_its_completion_only() -> None:
+    scored = score(FAILING, "allocate 100", "allocate 1000", "allocate 100", memory_mib=256)
+    assert read_rewards(scored) == [1.0, None, 1.0]
+    assert (scored.timeouts, scored.errors) == (0, 1) and "MemoryError" in scored.tracebacks[0]
+
+
+def test_errors_are_counted_each_and_shown_once(fresh_workers: RewardWorkers) -> None:
+    failing = ["raise one", "raise two", "raise-elsewhere", "huge nan", "huge nan", "none", "exit", "segfault"]
+    scored = fresh_workers.score(write_items("score 1", *failing, "score 2", "huge 1e308"))
+    assert read_rewards(scored) == [1.0, *[None] * len(failing), 2.0, None]
+    assert (scored.timeouts, scored.errors) == (0, 9)
+    shown = iter(scored.tracebacks)
+    for row, words in (
+        (1, "ValueError: one"),
+        (3, "ValueError: elsewhere"),
+        (4, "not finite: nan"),
+        (6, "NoneType for a score"),
+        (7, "SystemExit: 3"),
+        (8, "SIGSEGV"),
+        (10, "1e+308"),
+    ):
+        text = next(shown)
+        assert words in text and text.startswith(f"reward.function = {FAILING}, for row {row}: "), text
+    assert next(shown, None) is None and "rewards_that_fail.py" in scored.tracebacks[0]
+    again = fresh_workers.score(write_items("raise three", "huge nan"))
+    assert (again.errors, again.tracebacks) == (2, [])
+
+
+def test_killed_workers_are_replaced(workers: RewardWorkers, tmp_path: Path) -> None:
+    """One killed at work for the first time loses no completion. Slurm's signal that time is short kills none."""
+    scored = workers.score(write_items(f"killed-once {tmp_path / 'mark'}", "score 2"))
+    assert read_rewards(scored) == [1.0, 2.0] and scored.errors == 0
+    (pid,) = read_rewards(workers.score(write_items("pid")))
+    os.kill(int(pid or 0), signal.SIGUSR1)
+    assert read_rewards(workers.score(write_items("pid"))) == [pid]
+    os.kill(int(pid or 0), signal.SIGKILL)
+    scored = workers.score(write_items("pid"))
+    assert scored.errors == 0 and read_rewards(scored) not in ([pid], [None])
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("", "has no function 'compute_score'"),
+        ("import os; os._exit(4)", "ended with exit code 4 while importing it"),
+        ("if lives() <= 1: os.kill(os.getpid(), signal.SIGKILL)\ndef compute_score(**row): return 1.0", None),
+        ("if lives() <= 2: os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while importing it"),
+        ("time.sleep(60)", "its import did not end within 1 s"),
+    ],
+)
+def test_import_that_fails_is_refused(
+    tmp_path: Path, module: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process killed once is started again."""
+    if module.startswith("time"):
+        monkeypatch.setattr(workers_module, "START_LIMIT_S", 1.0)
+    (tmp_path / "mine.py").write_text(
+        "import os, signal, time\nfrom pathlib import Path\n"
+        "def lives():\n    file = Path(__file__).with_suffix('.lives')\n    file.open('a').write('.')\n"
+        f"    return len(file.read_text())\n{module}\n"
+    )
+    if words is None:
+        assert read_rewards(score(f"{tmp_path}/mine.py:compute_score", "")) == [1.0]
+        return
+    with pytest.raises(UserError, match=words):
+        score(f"{tmp_path}/mine.py:compute_score", "")
+
+
+def test_worker_ends_quietly_after_its_trainer(fresh_workers: RewardWorkers) -> None:
+    """Also with an answer that nobody has read."""
+    fresh_workers.wait_ready()
+    (worker,) = fresh_workers._workers
+    worker.pipe.send([(range(1), [pickle.dumps(*write_items("score 1"))])])
     assert worker.pipe.poll(10.0)
     worker.pipe.close()
     assert worker.process.wait(10.0) == 0
 
 
-def test_close_leaves_no_process(workers: RewardWorkers) -> None:
-    pids = [worker.process.pid for worker in workers._workers]
-    workers.close()
-    workers.close()
-    assert not any(map(alive, pids))
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    path = tmp_path / "groups.py"
+    path.write_text(GROUPS)
+    return path
+
+
+def score_groups(spec: str, *groups: list[str], workers: int = 1) -> Scored:
+    with closing(RewardWorkers(spec, workers=workers, timeout_s=LIMIT_S)) as pool:
+        scoring = pool.begin(most_failures=99)
+        for group in groups:
+            scoring.add(write_items(*group))
+        return scoring.finish()
+
+
+def test_group_function_gets_the_completions_of_one_prompt(groups: Path) -> None:
+    """Of the right answers the shortest is worth something; the second group's is longer than all of the first."""
+    scored = score_groups(f"{groups}:group_rm", ["it is 7", "7", "8"], ["it is 7!", "it is 8"], ["8"], workers=2)
+    assert read_rewards(scored) == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0] and scored.errors == 0, scored.tracebacks
+
+
+def test_failing_group_function_fails_for_the_whole_group(groups: Path) -> None:
+    scored = score_groups(f"{groups}:one_too_few", ["a", "b", "c"], ["a", "b", "c"])
+    assert (scored.scores, scored.errors, scored.timeouts) == ([None] * 6, 6, 0)
+    (text,) = scored.tracebacks
+    assert "returned 2 scores for a group of 3 completions" in text and "for row 0" in text
+
+
+def test_group_has_the_time_of_all_its_completions(groups: Path) -> None:
+    """Twice the limit of one completion, for groups of four and of one."""
+    scored = score_groups(f"{groups}:slow", ["0.6", "b", "c", "d"], ["0.6"], ["0"])
+    assert read_rewards(scored) == [1.0] * 4 + [None, 1.0]
+    assert (scored.timeouts, scored.errors) == (1, 0)
+
+
+def test_group_that_ends_its_process_costs_no_other(groups: Path) -> None:
+    scored = score_groups(f"{groups}:dies", ["die", "b"], ["live", "b", "c"])
+    assert read_rewards(scored) == [None] * 2 + [1.0] * 3
+    assert scored.errors == 2 and "ended with exit code 5" in scored.tracebacks[0]
+
+
+class Judge:
+    """A server that answers a number once ``wanted`` requests have been open together, and ``hang`` never."""
+
+    def __init__(self) -> None:
+        self.open = self.most_open = 0
+        self.wanted = 1
+        self._loop = asyncio.new_event_loop()
+        self._enough = asyncio.Event()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._answer, "127.0.0.1", 0))
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+            self._loop.run_until_complete(asyncio.wait([task]))
+        self._server.close()
+        self._loop.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        text = (await reader.readline()).decode().strip()
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        if self.open >= self.wanted:
+            self._enough.set()
+        try:
+            if text == "hang":
+                await reader.read()  # until the other side closes
+            else:
+                await self._enough.wait()
+                await asyncio.sleep(0.3 / (1.0 + float(text)))  # the first is answered last
+        finally:
+            self.open -= 1
+        writer.write(f"{text}\n".encode())
+        writer.close()
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    server = Judge()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def awaited(judge: Judge, tmp_path: Path) -> str:
+    path = tmp_path / "awaited.py"
+    path.write_text(AWAITED.format(port=judge.port, marks=str(tmp_path / "marks")))
+    return f"{path}:compute_score"
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "concurrency", "at_once"),
+    [("compute_score", 1, 32, 16), ("compute_score", 2, 4, 8), ("compute_score", 1, 1, 1), ("trl", 1, 5, 5)],
+)
+def test_awaited_completions_are_open_together_and_scored_in_order(
+    awaited: str, judge: Judge, name: str, workers: int, concurrency: int, at_once: int
+) -> None:
+    judge.wanted = at_once
+    spec = awaited.replace("compute_score", name)
+    scored = score(spec, *map(str, range(16)), workers=workers, concurrency=concurrency)
+    assert read_rewards(scored) == list(range(16)), scored.tracebacks
+    assert judge.most_open == at_once
+
+
+def test_awaited_completions_are_spread_over_processes(awaited: str) -> None:
+    with closing(RewardWorkers(awaited, workers=4, timeout_s=20.0)) as pool:
+        pool.wait_ready()
+        assert len(set(read_rewards(pool.score(write_items(*["pid"] * 16))))) == 4
+
+
+def test_later_completions_join_awaited_completions(awaited: str, judge: Judge) -> None:
+    judge.wanted = 4
+    with closing(RewardWorkers(awaited, workers=1, timeout_s=20.0)) as pool:
+        scoring = pool.begin(most_failures=9)
+        scoring.add(write_items("1", "2"))
+        while judge.open < 2:
+            scoring.advance(0.1)
+        scoring.add(write_items("3", "4"))
+        assert read_rewards(scoring.finish()) == [1.0, 2.0, 3.0, 4.0] and judge.most_open == 4
+
+
+def test_awaited_groups_are_scored_one_after_another(awaited: str, judge: Judge) -> None:
+    scored = score_groups(awaited.replace("compute_score", "group_rm"), *([text, "0"] for text in "12345"))
+    assert read_rewards(scored) == [float(text) for text in "1122334455"] and judge.most_open == 1
+
+
+def test_awaited_completion_past_its_time_is_cancelled(
+    awaited: str, judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge.wanted = 6
+    monkeypatch.setattr(workers_module, "ON_THE_CLOCK", 4)
+    with closing(RewardWorkers(awaited, workers=1, timeout_s=0.5)) as pool:
+        before = read_rewards(pool.score(write_items("pid")))
+        scored = pool.score(write_items("1", "hang", "2", "stubborn", "hang", "3"))
+        assert read_rewards(scored) == [1.0, None, 2.0, None, None, 3.0]
+        assert (scored.timeouts, scored.errors) == (3, 0)
+        assert read_rewards(pool.score(write_items("pid"))) == before, "the others' process goes on"
+    assert (tmp_path / "marks").read_text() == "hang\n" * 3
+    wait_until(lambda: judge.open == 0)
+
+
+def test_failing_awaited_completions_are_named_and_cost_no_other(awaited: str) -> None:
+    failing = {
+        "raise": "ValueError: no verdict",
+        "sys-exit": "SystemExit: 3",
+        "cancelled": "CancelledError: by itself",
+        "nan": "not finite",
+        "die": "ended with exit code 5",
+    }
+    scored = score(awaited, *failing, *map(str, range(5, 11)))
+    assert read_rewards(scored) == [None] * 5 + [*range(5, 11)]
+    assert (scored.timeouts, scored.errors) == (0, 5)
+    for row, words in enumerate(failing.values()):
+        assert any(words in text and f"for row {row}:" in text for text in scored.tracebacks), scored.tracebacks
+
+
+@pytest.mark.parametrize("how", ["spin", "block"])
+def test_awaited_completion_that_blocks_the_loop_costs_no_other(
+    awaited: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # For "spin" the limit of processor time alone can end the process in time.
+    monkeypatch.setattr(workers_module, "ON_THE_CLOCK", 100 if how == "spin" else 4)
+    monkeypatch.setattr(workers_module, "END_LIMIT_S", 0.5)
+    scored = score(awaited, "1", "2", how, "3", timeout_s=LIMIT_S)
+    assert read_rewards(scored) == [1.0, 2.0, None, 3.0]
+    assert (scored.timeouts, scored.errors) == (1, 0)
+
+
+def test_past_most_failures_awaited_completions_are_cancelled(awaited: str, judge: Judge) -> None:
+    judge.wanted = 7
+    with closing(RewardWorkers(awaited, workers=1, timeout_s=20.0)) as pool:
+        scored = pool.score(write_items("hang", "hang", "raise", "hang", *["0"] * 3), most_failures=0)
+        assert scored.errors == 1 and "for row 2" in scored.tracebacks[0] and read_rewards(scored)[:4] == [None] * 4
+        wait_until(lambda: judge.open == 0)
