@@ -1,11 +1,9 @@
 import numpy as np
 import pytest
 
-from megatron_dppo.config import CompletionPruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.pruning.completion_rules import (
-    COMPLETION_RULES,
     CompletionCandidates,
     adopt,
     completion_inclusion,
@@ -81,21 +79,6 @@ def test_extremes_keep_the_best_and_as_many_of_the_worst():
     np.testing.assert_array_equal(completion_inclusion("extremes", given, 0.1).sum(axis=1), [2, 2])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_what_an_unbiased_rule_keeps_weighs_the_reciprocal_of_its_probability(rule: str):
-    given = candidates([*MIXED, [1, 1, 1, 1]])
-    inclusion = completion_inclusion(rule, given, 0.4)
-    expected = np.where(given.zero_advantage, 0.0, 1.0)
-    np.testing.assert_allclose(inclusion * completion_weight(rule, given, inclusion, 0.4), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("rule", sorted(COMPLETION_RULES))
-def test_a_rule_says_that_it_is_biased_if_and_only_if_it_never_keeps_something_of_use(rule: str):
-    given = candidates(MIXED, floor=0.01)
-    never = (completion_inclusion(rule, given, 0.3) == 0.0) & ~given.zero_advantage
-    assert bool(COMPLETION_RULES[rule].biased) == never.any() == (rule in BIASED)
-
-
 def test_another_draw_keeps_each_by_itself():
     """The number kept is the budget's under the rule's own draw, and varies under independent ones."""
     given = candidates(MIXED * 10)
@@ -147,18 +130,6 @@ OWN = {
     "none": lambda candidates, keep: candidates.advantage * np.nan,
     "mistaken": lambda candidates, keep: candidates.advantages,
 }
-
-
-def test_a_rule_of_ones_own_has_the_floor_and_weighs_by_its_probabilities():
-    own = CompletionPruningConfig(function="own.py:good")
-    adopt(own.named, OWN["good"])
-    given = candidates([*MIXED, [1, 1, 1, 1]], floor=0.2)
-    inclusion = completion_inclusion(own.named, given, 0.1)
-    np.testing.assert_array_equal(inclusion, [[1, 0.2, 0.2, 0.2], [1, 1, 1, 0.2], [1, 1, 0.2, 0.2], [0] * 4])
-    weight = completion_weight(own.named, given, inclusion, 0.1)
-    np.testing.assert_array_equal(weight, [[1, 5, 5, 5], [1, 1, 1, 5], [1, 1, 5, 5], [0] * 4])
-    kept = draw_completions(own.named, given, inclusion, np.random.default_rng(0))
-    assert kept[inclusion == 1.0].all() and not kept[3].any()
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,6 @@ def test_features_have_the_same_scale_over_the_pool() -> None:
     np.testing.assert_allclose(features[:, 1:10].std(axis=0), 1.0, atol=0.1)
 
 
-def test_the_numbers_in_a_text_are_read() -> None:
-    """Of the plain features the sixth is the sum of the text's numbers: the larger it is, the larger is the feature."""
-    pool = sums(200)
-    totals = np.array([sum(map(float, prompt.text[:-1].split("+"))) for prompt in pool])
-    np.testing.assert_allclose(np.corrcoef(PromptFeatures(pool).of(np.arange(200))[:, 6], totals)[0, 1], 1.0, atol=1e-3)
-
-
 def test_what_is_the_same_in_all_prompts_says_nothing() -> None:
     pool = [Prompt(id=i, token_ids=np.array([1, 2], np.int32), text="3+4=", label="") for i in range(5)]
     features = PromptFeatures(pool).of(np.arange(5))

@@ -126,18 +126,6 @@ def test_a_step_is_predicted_before_it_is_learned() -> None:
     assert again["prune/brier_model"] < 0.05 and again["prune/brier_record"] < 0.05
 
 
-def test_a_change_of_the_predictor_is_said_with_its_lead() -> None:
-    pool = sums_pool()
-    known, notes = forecast(pool), []
-    rng = np.random.default_rng(0)
-    for ids in np.arange(POOL).reshape(-1, WINDOW):
-        before = known.used
-        said = known.judge_and_learn(visits(ids, rolled_out(ids, accuracy_by_sum(pool), rng))).notes
-        assert bool(said) == (known.used != before)
-        notes += said
-    assert "the model predicts prompts" in notes[0] and "% below that of the record" in notes[0]
-
-
 def test_the_square_is_that_of_a_group_whose_rewards_differ_times_their_chance() -> None:
     """Sums of many terms are always wrong, of few they are right half of the time; those of two have gradients with 16
     times the square of those of three."""

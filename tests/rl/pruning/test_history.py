@@ -20,13 +20,6 @@ def expected(history: PromptHistory, *prompt_ids: int, normalised: bool = True, 
     return history.expected_square(np.array(prompt_ids), group_size=group_size, normalised=normalised)
 
 
-def test_mixed_prompts_promise_more_than_solved_and_hopeless_ones():
-    history = visited((1, [1, 0, 1, 0]), (2, [1, 1, 1, 1]), (3, [0, 0, 0, 0]))
-    mixed, solved, hopeless, unseen = expected(history, 1, 2, 3, 4)
-    assert mixed > unseen > max(solved, hopeless) > 0.0
-    assert solved == pytest.approx(hopeless)
-
-
 def test_the_probability_of_a_mixed_group_is_that_of_its_posterior():
     """Against numerical integration of the Beta density: 3 right and 1 wrong around a pool mean of 4/6."""
     p = (np.arange(200_000) + 0.5) / 200_000
@@ -57,15 +50,6 @@ def test_held_against_the_minibatch_groups_of_equal_reward_promise_as_much_as_th
 
 def rising(start: float, length: int) -> float:
     return float(np.prod(start + np.arange(length)))
-
-
-def test_evidence_fades_visit_by_visit():
-    once_solved = visited((1, [1, 1, 1, 1]), (1, [0, 1, 0, 1]))
-    once_mixed = visited((1, [0, 1, 0, 1]), (1, [1, 1, 1, 1]))
-    assert expected(once_solved, 1) > expected(once_mixed, 1)
-    undecayed = visited((1, [1, 1, 1, 1]), (1, [0, 1, 0, 1]), decay=1.0)
-    reordered = visited((1, [0, 1, 0, 1]), (1, [1, 1, 1, 1]), decay=1.0)
-    assert expected(undecayed, 1) == expected(reordered, 1)
 
 
 def test_a_record_is_the_decayed_sum_of_its_visits():

@@ -160,13 +160,6 @@ def test_a_biased_rule_for_prompts_has_no_variance_and_saves_its_prompts_at_the_
     assert metrics["prune/zero_advantage_tokens"] >= tokens[4:].sum()
 
 
-def test_groups_that_no_one_threw_away_change_nothing() -> None:
-    metadata = step_metadata(8)
-    nothing = take_groups(metadata, np.arange(0))
-    seen = [(metadata, _pruned(metadata))]
-    assert prune_metrics(8.0, [*seen, (nothing, left_out(nothing))]) == prune_metrics(8.0, seen)
-
-
 @pytest.mark.parametrize("rewards", [np.ones((4, 8)), np.ones((0, 8))])
 def test_a_step_that_teaches_nothing_has_no_noise_of_pruning(rewards: np.ndarray) -> None:
     metadata = step_metadata(len(rewards), rewards=rewards)
@@ -236,14 +229,6 @@ def test_rewards_of_any_kind_have_deviations_from_their_groups_mean() -> None:
     assert [cell[:3] for cell in counted.by_reward] == [(-1.0, -1.0, 1), (-0.5, -1.0, 1), (1.5, 1.0, 1)]
     assert counted.zero_advantage[0] == 1
     assert {cell[0] for cell in counted.by_group} == {0.25}  # one of four is better than the mean
-
-
-def test_minibatches_are_counted_together() -> None:
-    whole = step_metadata(20, seed=4)
-    halves = [_draw(take_groups(whole, groups), rule="threshold") for groups in np.split(np.arange(20), 2)]
-    together, apart = census(halves), [census([half]) for half in halves]
-    assert together.kept == tuple(sum(part.kept[i] for part in apart) for i in (0, 1))
-    assert _sums(together.by_group) == tuple(sum(_sums(part.by_group)[i] for part in apart) for i in (0, 1, 2))
 
 
 @pytest.mark.parametrize("groups", [0, 64])

@@ -33,10 +33,3 @@ def test_rows_are_those_that_were_put_last_also_after_a_resume(
     assert found["one"].tolist() == [expected.get(prompt, 0.5) for prompt in asked]
     np.testing.assert_array_equal(found["other"], [-expected.get(prompt, math.nan) for prompt in asked])
     assert len(table) == len(expected) and math.fsum(table.seen["one"]) == math.fsum(expected.values())
-
-
-def test_rows_of_an_older_version_lack_what_it_did_not_have() -> None:
-    table = PromptTable(UNSEEN)
-    table.load_state_dict({"3": [2.0]})
-    row = table.of(np.array([3]))
-    assert row["one"].tolist() == [2.0] and np.isnan(row["other"]).all()

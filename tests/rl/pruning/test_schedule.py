@@ -1,7 +1,5 @@
 """The share that is kept follows its schedule, or is the most efficient one."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -59,16 +57,6 @@ def test_no_other_share_is_more_efficient(max_weight: float):
     assert best > 1.02
 
 
-def test_where_pruning_does_not_pay_all_that_has_a_gradient_is_kept():
-    """Completions that are all alike."""
-    rewards = np.tile([0.0, 1.0], (8, 4))
-    alike = {"response_lengths": np.full((8, 8), 50), "score_norms": np.ones((8, 8)), "rewards": rewards}
-    alike |= {"prompt_lengths": np.full(8, 10), "sampled_lengths": np.full((8, 8), 50)}
-    config = step_config(max_weight=50.0)
-    given = {"keep": "auto", "rng": np.random.default_rng(0)}
-    assert prune_minibatch(step_metadata(8, **alike), config, objective_for(config.loss), **given).kept.all()
-
-
 SETTINGS = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipeline": 1}
 
 
@@ -77,18 +65,6 @@ def test_a_step_considers_as_many_more_prompts_as_pruning_made_earlier_ones_nois
     assert [window_size(equal, inflation) for inflation in (1.0, 1.25, 2.0)] == [64, 80, 128]
     assert [window_size(twice, inflation) for inflation in (1.0, 1.25, 2.0)] == [32, 40, 64]
     assert window_size(Config(), 2.0) == 64
-
-
-@pytest.mark.parametrize(("judged_by", "biased"), [("an earlier step", False), ("its own outcome", True)])
-def test_a_window_that_knows_its_own_outcome_is_biased(judged_by: str, biased: bool):
-    """The mean of a window's prompts, over all orders in which they may come."""
-    values, config = np.array([0.0, 0.0, 1.0, 4.0]), Config(pruning=PruningConfig(noise=1.0))
-    config = replace(config, rollout=replace(config.rollout, prompts_per_step=1))
-    means = []
-    for order in itertools.permutations(values):
-        inflation = 3.0 if judged_by == "an earlier step" or order[0] > 0.0 else 1.0
-        means.append(np.mean(order[: window_size(config, inflation)]))
-    assert (abs(np.mean(means) - values.mean()) > 0.1) == biased
 
 
 @pytest.mark.parametrize(

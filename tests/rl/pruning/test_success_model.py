@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -122,16 +120,3 @@ def test_sizes_are_predicted_in_their_own_unit() -> None:
     predicted = model.predict(features[2000:])
     assert predicted.sum() == pytest.approx(sizes[2000:].sum(), rel=0.12)
     assert np.corrcoef(np.log(predicted), features[2000:, 1])[0, 1] > 0.98
-
-
-def test_a_round_trip_through_json_changes_no_bit() -> None:
-    prompts = Prompts(100, slope=1.0, spread=0.5)
-    model = trained(prompts, np.arange(60), 4)
-    restored = SuccessModel(FEATURES)
-    restored.load_state_dict(json.loads(json.dumps(model.state_dict())))
-    ids = np.arange(100)
-    for known in (model, restored):
-        known.learn(ids[40:80], prompts.features[40:80], np.full(40, 3.0), np.full(40, 8.0))
-    one, other = (known.predict(ids, prompts.features) for known in (model, restored))
-    assert (one.logit.tobytes(), one.variance.tobytes()) == (other.logit.tobytes(), other.variance.tobytes())
-    assert json.dumps(model.state_dict()) == json.dumps(restored.state_dict())
