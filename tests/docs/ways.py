@@ -117,7 +117,7 @@ WAYS = (
     Way(r"megatron-dppo train configs/qwen3_\S+\.yaml", append=CHECKED),
     Way(r"python benchmarks/plan_published\.py --json"),
     Way(r"python benchmarks/house\.py"),
-    Way(r"python -m pytest tests/test_families\.py -k SeedOss"),
+    Way(r"python -m pytest tests/laws/test_parity\.py -k SeedOss"),
     # The suite runs them anyway.
     Way(r"python -m pytest tests/laws/test_unbiasedness\.py -k \w+", append="--collect-only -q"),
     # For a GPU: its tests skip themselves elsewhere, its benchmark is tiny, its extra is looked for and not installed.

@@ -1,4 +1,4 @@
-"""What a config.json of a Llama or a Mistral says. All else of the families is in ``tests/test_families.py``."""
+"""What a config.json of a Llama or a Mistral says. All else of the families is in ``tests/laws/test_parity.py``."""
 
 from __future__ import annotations
 
