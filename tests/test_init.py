@@ -1,11 +1,11 @@
-"""A fresh policy is one that stock transformers loads, whole or not there at all."""
+"""A fresh policy is loaded by stock transformers, and is whole or absent."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.init import SUM_CHARACTERS, add_init_arguments, init_from_arguments, write_model
+from megatron_dppo.init import SUM_CHARACTERS, write_model
 from megatron_dppo.process import files
 
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
+
+
+POLICY = partial(write_model, **TINY, std=0.05)
 
 
 def read(folder: Path, name: str) -> dict:
@@ -28,79 +31,66 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_transformers_loads_every_tensor_and_misses_none(tmp_path: Path, tie: bool) -> None:
-    parameters = write_model(tmp_path / "policy", **TINY, tie=tie)
+@pytest.mark.parametrize("options", [{}, {"tie": False}, {"experts": 4}], ids=str)
+def test_transformers_loads_every_tensor(tmp_path: Path, options: dict) -> None:
+    parameters = write_model(tmp_path / "policy", **TINY, **options)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
-    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert type(model).__name__ == ("Qwen3MoeForCausalLM" if "experts" in options else "Qwen3ForCausalLM")
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert parameters == sum(p.numel() for p in model.parameters())
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
+    assert parameters == model.num_parameters()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == options.get("tie", True)
     assert model(torch.tensor([[4, 5, 6]])).logits.shape == (1, 3, 48)
 
 
-def test_weights_are_drawn_as_asked_for(tmp_path: Path) -> None:
-    write_model(tmp_path / "a", **TINY, std=0.05)
-    written = tensors(tmp_path / "a")
+def test_weights_have_the_requested_deviation(policy: Path) -> None:
+    written = tensors(policy)
     norms = {name for name in written if "norm" in name}
     assert len(norms) == 2 * 4 + 1 and all((written[name] == 1).all() for name in norms)
     for name in written.keys() - norms:
         assert abs(written[name].std().item() - 0.05) < 0.01 and abs(written[name].mean().item()) < 0.01
-    assert read(tmp_path / "a", "config.json")["initializer_range"] == 0.05
+    assert read(policy, "config.json")["initializer_range"] == 0.05
 
 
-def test_weights_are_a_function_of_the_seed_whatever_the_shards(tmp_path: Path) -> None:
-    write_model(tmp_path / "whole", **TINY, seed=3)
-    write_model(tmp_path / "sharded", **TINY, seed=3, max_shard_bytes=8_000)
-    write_model(tmp_path / "other", **TINY, seed=4)
+def test_shards_are_indexed_and_hold_the_seed_s_weights(tmp_path: Path) -> None:
+    write_model(tmp_path / "whole", **TINY, seed=3, dtype="bf16")
+    write_model(tmp_path / "other", **TINY, seed=4, dtype="bf16")
+    out = tmp_path / "sharded"
+    parameters = write_model(out, **TINY, seed=3, dtype="bf16", max_shard_bytes=8_000)
     whole, sharded, other = (tensors(tmp_path / name) for name in ("whole", "sharded", "other"))
     assert whole.keys() == sharded.keys() and all(torch.equal(whole[name], sharded[name]) for name in whole)
     assert not torch.equal(whole["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
-
-
-def test_shards_are_indexed_and_load(tmp_path: Path) -> None:
-    out = tmp_path / "sharded"
-    parameters = write_model(out, **TINY, dtype="bf16", max_shard_bytes=8_000)
     index = read(out, "model.safetensors.index.json")
-    files = sorted(path.name for path in out.glob("*.safetensors"))
-    assert len(files) > 2 and sorted(set(index["weight_map"].values())) == files
-    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    names = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(names) > 2 and sorted(set(index["weight_map"].values())) == names
+    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     assert index["metadata"]["total_size"] == 2 * parameters
     model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.dtype == torch.bfloat16
-    assert torch.equal(model.model.norm.weight, torch.ones(32, dtype=torch.bfloat16))
+    assert model.dtype == torch.bfloat16 and (model.model.norm.weight == 1).all()
 
 
-def test_every_character_of_a_sum_is_one_token_and_comes_back(tmp_path: Path) -> None:
-    write_model(tmp_path / "policy", **TINY)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+def test_every_character_of_a_sum_is_one_token(policy: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(policy)
     for text in (SUM_CHARACTERS, "12+7+55=12+7=19\n19+55=74\n#74", "\n\n 1  2 \n"):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text) and tokenizer.decode(ids) == text
-    assert len(tokenizer) == 48 == read(tmp_path / "policy", "config.json")["vocab_size"]
-    assert tokenizer.decode(tokenizer("1é")["input_ids"]) == "1" + 2 * "<|unknown|>"  # never dropped in silence
+    assert len(tokenizer) == 48 == read(policy, "config.json")["vocab_size"]
+    assert tokenizer.decode(tokenizer("1é")["input_ids"]) == "1" + 2 * "<|unknown|>", "never dropped in silence"
 
 
-def test_chat_template_is_chatml(tmp_path: Path) -> None:
-    write_model(tmp_path / "policy", **TINY)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+def test_the_chat_template_is_chatml_and_ends_a_turn(policy: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(policy)
     chat = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}]
     text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
     assert text == "<|im_start|>system\nadd<|im_end|>\n<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     closed = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "3"}], tokenize=False)
     assert closed == text + "3<|im_end|>\n"
-
-
-def test_policy_stops_at_the_end_of_a_turn(tmp_path: Path) -> None:
-    write_model(tmp_path / "policy", **TINY)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
-    ends = read(tmp_path / "policy", "generation_config.json")
+    ends = read(policy, "generation_config.json")
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert (ends["eos_token_id"], ends["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
-def test_bpe_is_trained_on_the_corpus_to_the_size_asked_for(tmp_path: Path) -> None:
+def test_bpe_is_trained_on_the_corpus_to_its_size(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"a": "clips clips clips", "nested": [{"b": "altogether altogether"}], "n": 3}) + "\n")
     write_model(tmp_path / "policy", **TINY, tokenizer="bpe", corpus=corpus, vocab_size=300)
@@ -110,30 +100,7 @@ def test_bpe_is_trained_on_the_corpus_to_the_size_asked_for(tmp_path: Path) -> N
     assert len(tensors(tmp_path / "policy")["model.embed_tokens.weight"]) == 300
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"kv_heads": 3}, "--kv-heads = 3: does not divide the 4 query heads"),
-        ({"head_dim": 7}, "--head-dim = 7: is odd"),
-        ({"layers": 0}, "--layers = 0"),
-        ({"std": 0.0}, "--init-std"),
-        ({"experts": 4, "experts_per_token": 5}, "--experts-per-token = 5"),
-        ({"vocab_size": 47}, "--vocab-size = 47: is less than the tokenizer's 48"),
-        ({"experts": 4, "family": "qwen3"}, "--experts = 4: and qwen3 is a family without experts"),
-        ({"family": "qwen3_moe"}, "--experts = 0: and qwen3_moe is a family with experts"),
-        ({"family": "gpt2"}, "--family = gpt2: is no supported family"),
-        ({"shape": "5b"}, "--shape = 5b: is no published model"),
-        ({"tokenizer": "bpe"}, "--corpus"),
-        ({"tokenizer": "bpe", "corpus": Path("nowhere.jsonl")}, "--corpus = nowhere.jsonl"),
-    ],
-)
-def test_sizes_that_make_no_model_are_refused_and_leave_nothing(tmp_path: Path, options: dict, word: str) -> None:
-    with pytest.raises(UserError, match=word):
-        write_model(tmp_path / "policy", **{**TINY, **options})
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_stands_there_is_replaced_only_on_demand_and_only_if_it_is_a_model(tmp_path: Path) -> None:
+def test_only_models_are_replaced_and_only_on_demand(tmp_path: Path) -> None:
     out = tmp_path / "policy"
     write_model(out, **TINY, seed=1)
     before = tensors(out)["model.embed_tokens.weight"]
@@ -148,7 +115,7 @@ def test_what_stands_there_is_replaced_only_on_demand_and_only_if_it_is_a_model(
         write_model(tmp_path / "papers", **TINY, overwrite=True)
 
 
-def test_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage(free=1000))
     with pytest.raises(UserError, match="GiB are to be written"):
@@ -156,7 +123,7 @@ def test_full_disk_is_seen_before_anything_is_written(tmp_path: Path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
@@ -165,22 +132,3 @@ def test_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_policy_with_experts_loads_in_transformers(tmp_path: Path) -> None:
-    parameters = write_model(tmp_path / "policy", **TINY, experts=4)
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
-    assert type(model).__name__ == "Qwen3MoeForCausalLM"
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert parameters == model.num_parameters()
-
-
-def test_command_line_makes_a_policy_of_a_million_parameters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    parser = argparse.ArgumentParser()
-    add_init_arguments(parser)
-    init_from_arguments(parser.parse_args([str(tmp_path / "policy"), "--init-std", "0.05"]))
-    assert "0.97 million parameters" in capsys.readouterr().out
-    init_from_arguments(parser.parse_args([str(tmp_path / "policy"), "--untied", "--layers", "1", "--overwrite"]))
-    assert "lm_head.weight" in tensors(tmp_path / "policy")
