@@ -1,290 +1,142 @@
-"""Every prompt of a rank is answered exactly once, whatever servers do; the servers here are scripts."""
+"""Every prompt of a rank is answered exactly once, as flat completions and as trees, whatever its servers do."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.rl.types import Completion, Prompt, RoutingShape, VersionSpan
-from megatron_dppo.rollout.engine import PartialRollout, Sampling
+from megatron_dppo.config import BranchConfig
+from megatron_dppo.rl.types import Completion, RoutingShape, VersionSpan
+from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
-from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
-from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.sglang import SglangClient
-
-SAMPLES = 3
-SHAPE = RoutingShape(layers=2, per_token=2, experts=4)
-SAMPLING = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
-
-
-class Script(SglangClient):
-    """A server that answers as a function of what it is asked and of how often it was asked before."""
-
-    def __init__(
-        self,
-        url: str,
-        http: Http,
-        answer: Callable[[Script, GenerateRequest], list[GenerateResult]],
-        *,
-        delay_s: float = 0.0,
-    ):
-        super().__init__(url, http)
-        self._answer, self._delay_s = answer, delay_s
-        self.asks: list[GenerateRequest] = []
-        self.alive = True
-
-    async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        self.asks.append(ask)
-        await asyncio.sleep(self._delay_s)
-        return self._answer(self, ask)
-
-    async def version(self) -> str:
-        if not self.alive:
-            raise ServerError(self.url, "is gone", alive=False)
-        return "5"
+from megatron_dppo.rollout.servers.dispatch import PAUSE_S, Dispatcher, PromptFailedError
+from megatron_dppo.rollout.servers.http import Http
+from tests.rollout.leaves import forks_of
+from tests.rollout.servers.script import (
+    SAMPLES,
+    SAMPLING,
+    VERSION,
+    Script,
+    dispatcher_of,
+    prompts_of,
+    request_all,
+    result_of,
+)
 
 
-def _piece(tokens: Sequence[int], *, version: str = "5", reason: str = "stop") -> GenerateResult:
-    ids = np.array(tokens, np.int32)
-    versions = ((version, len(tokens)),) if tokens else ()
-    return GenerateResult(ids, -ids.astype(np.float32), versions, reason)
+def echo(server: Script, request: GenerateRequest) -> list[GenerateResult]:
+    """Answer with the prompt's first token twice and the stop token; continue from what there is of them."""
+    first, made = request.token_ids[0], len(request.token_ids) - 2
+    return [result_of([first, first, 0][made:]) for _ in range(request.samples)]
 
 
-def _answers(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-    """The prompt's first token, twice, and the end."""
-    return [_piece([ask.token_ids[0], ask.token_ids[0], 0]) for _ in range(ask.samples)]
-
-
-@pytest.fixture
-def http() -> Iterator[Http]:
-    http = Http()
-    yield http
-    http.close()
-
-
-def _dispatcher(http: Http, *servers: Script, attempts: int = 3, max_in_flight: int = 64) -> Dispatcher:
-    dispatcher = Dispatcher(
-        http,
-        lambda told: int(told) if told.isdigit() else None,
-        first=0,
-        max_in_flight=max_in_flight,
-        request_timeout_s=10.0,
-        attempts=attempts,
-    )
-    dispatcher.serve_from(servers)
-    return dispatcher
-
-
-def _prompts(count: int) -> list[Prompt]:
-    return [Prompt(i, np.array([i + 1, 7], np.int32), "", "") for i in range(count)]
-
-
-def _ask(dispatcher: Dispatcher, count: int) -> RequestBatch:
-    batch = dispatcher.begin(_prompts(count), SAMPLING, 5)
-    batch.wait(20.0)
-    return batch
-
-
-def _assert_answered(batch: RequestBatch, count: int) -> None:
+def check_echoed(batch: RequestBatch, count: int) -> None:
     assert batch.error is None and batch.unfinished == 0
+    assert len(batch.groups()) == count
     for prompt, group in enumerate(batch.groups()):
         assert [c.token_ids.tolist() for c in group] == [[prompt + 1, prompt + 1, 0]] * SAMPLES
         assert all(c.logprobs.tolist() == [-prompt - 1, -prompt - 1, 0] for c in group)
-        assert all(c.versions == (VersionSpan(5, 3),) and c.finish_reason == "stop" for c in group)
-    assert len(batch.groups()) == count
+        assert all(c.versions == (VersionSpan(VERSION, 3),) and c.finish_reason == "stop" for c in group)
 
 
-def test_prompts_are_shared_out_and_come_back_in_their_order(http: Http) -> None:
-    servers = [Script(f"http://{name}:1", http, _answers, delay_s=0.01) for name in "ab"]
-    _assert_answered(_ask(_dispatcher(http, *servers), 9), 9)
-    assert sorted(len(server.asks) for server in servers) == [4, 5]
+def test_prompts_are_shared_and_returned_in_order(http: Http) -> None:
+    servers = [Script(http, echo, name) for name in "ab"]
+    check_echoed(request_all(dispatcher_of(http, *servers), 9), 9)
+    assert sorted(len(server.requests) for server in servers) == [4, 5]
 
 
-def test_requests_have_the_stops_and_the_sampling_of_the_batch(http: Http) -> None:
-    server = Script("http://a:1", http, _answers)
+def test_requests_carry_the_sampling_settings(http: Http) -> None:
+    server = Script(http, echo)
     sampling = replace(SAMPLING, temperature=0.6, stop_token_ids=(0, 3), top_p=0.9, top_k=20)
-    _dispatcher(http, server).begin(_prompts(1), sampling, 5).wait(20.0)
-    (ask,) = server.asks
-    assert (ask.temperature, ask.top_p, ask.top_k, ask.stop_token_ids) == (0.6, 0.9, 20, (0, 3))
+    request_all(dispatcher_of(http, server), 1, sampling)
+    (request,) = server.requests
+    assert (request.temperature, request.top_p, request.top_k) == (0.6, 0.9, 20)
+    assert request.stop_token_ids == (0, 3)
 
 
-ENDS, LONGEST = 0.12, 24
-"""How likely each token ends a completion, and where it is cut off."""
+class Abortable(Script):
+    """Answers its first ``whole`` requests; aborts all others after ``kept`` tokens, once told to."""
+
+    whole, kept, is_aborted = 1, 2, False
+
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
+        number = len(self.requests)
+        results = await super().generate(request, timeout_s=timeout_s)
+        if number < self.whole:
+            return results
+        while not self.is_aborted:
+            await asyncio.sleep(0.002)
+        cut = [result_of(each.token_ids[: self.kept].tolist(), reason="abort") for each in results]
+        return [
+            part if len(part.token_ids) < len(each.token_ids) else each for each, part in zip(results, cut, strict=True)
+        ]
 
 
-class Tokens:
-    """Time that is counted in tokens: it moves on once everybody has done what there was to do. So it does not matter
-    how busy the machine is."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self._sleeping: list[tuple[int, int, asyncio.Event]] = []
-        self._driver: asyncio.Task[None] | None = None
-
-    async def sleep(self, tokens: int) -> None:
-        awake = asyncio.Event()
-        heapq.heappush(self._sleeping, (self.now + tokens, id(awake), awake))
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
-        await awake.wait()
-
-    async def _drive(self) -> None:
-        while self._sleeping:
-            for _ in range(100):  # turns of the event loop
-                await asyncio.sleep(0)
-            self.now, _, awake = heapq.heappop(self._sleeping)
-            awake.set()
-
-
-class Gradual(Script):
-    """Takes a while for each token."""
-
-    time: Tokens
-
-    async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        pieces = await super().generate(ask, timeout_s=timeout_s)
-        await self.time.sleep(max(len(piece.token_ids) for piece in pieces))
-        return pieces
-
-
-class Breakable(Script):
-    """Takes a while for each token, and can be broken off."""
-
-    aborts: asyncio.Event
-    token_s = 0.01
-
-    async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        pieces, clock = await super().generate(ask, timeout_s=timeout_s), asyncio.get_running_loop().time
-        began = clock()
-        try:
-            await asyncio.wait_for(self.aborts.wait(), self.token_s * max(len(piece.token_ids) for piece in pieces))
-        except TimeoutError:
-            return pieces
-        made = int((clock() - began) / self.token_s)
-        return [p if len(p.token_ids) <= made else _piece(p.token_ids[:made].tolist(), reason="abort") for p in pieces]
-
-    async def abort(self) -> None:
-        self.aborts.set()
-
-
-def _broken_off(
-    http: Http, dispatcher: Dispatcher, servers: Sequence[Breakable], batches: Sequence[RequestBatch], after_s: float
+def break_off(
+    dispatcher: Dispatcher, server: Abortable, batches: Sequence[RequestBatch], after: int
 ) -> list[list[PartialRollout]]:
-    """After a while, as an engine does it."""
-    time.sleep(after_s)
+    """Abort all requests after so many have arrived, as an engine does."""
+    until = time.monotonic() + 20.0
+    while len(server.requests) < after and time.monotonic() < until:
+        time.sleep(0.01)
     dispatcher.ask_no_more(batches)
-    for server in servers:
-        http.run(server.abort())
+    server.is_aborted = True
     return dispatcher.progress(batches, 10.0)
 
 
-def _breakable(http: Http, answer: Callable[[Script, GenerateRequest], list[GenerateResult]]) -> Breakable:
-    server = Breakable("http://a:1", http, answer)
-    server.aborts = asyncio.Event()
-    return server
+def test_partial_rollouts_resume_from_their_tokens(http: Http) -> None:
+    """Finished ones are not requested again; prompts without any are requested whole."""
 
-
-def test_what_is_broken_off_goes_on_from_the_tokens_that_it_has(http: Http) -> None:
-    """As another run has read it. What had ended is not asked for again, and what had not begun is asked whole."""
-
-    def long_for_some(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        first, made = ask.token_ids[0], len(ask.token_ids) - 2
+    def long_for_some(server, request):
+        first, made = request.token_ids[0], len(request.token_ids) - 2
         whole = [first] * (7 if first > 1 else 2) + [0]
-        return [_piece(whole[made:]) for _ in range(ask.samples)]
+        return [result_of(whole[made:]) for _ in range(request.samples)]
 
-    server = _breakable(http, long_for_some)
-    server.token_s = 0.05
-    dispatcher = _dispatcher(http, server, max_in_flight=2)
-    batch = dispatcher.begin(_prompts(4), SAMPLING, 5)
-    while len(server.asks) < 3:
-        time.sleep(0.01)
-    (so_far,) = _broken_off(http, dispatcher, [server], [batch], after_s=0.06)
-    assert len(server.asks) == 3 and not any(one.prompt == 3 for one in so_far)
-    assert [one.ended for one in so_far if one.prompt == 0] == [True] * SAMPLES
-    made = [one.completion.token_ids.tolist() for one in so_far if one.prompt == 1]
-    assert made and all(1 <= len(tokens) < 8 for tokens in made)
-    assert not any(one.ended for one in so_far if one.prompt == 1)
+    server = Abortable(http, long_for_some)
+    dispatcher = dispatcher_of(http, server, max_in_flight=2)
+    batch = dispatcher.begin(prompts_of(4), SAMPLING, VERSION)
+    (partial,) = break_off(dispatcher, server, [batch], after=3)
+    assert [(one.prompt, one.ended) for one in partial] == [
+        (prompt, prompt == 0) for prompt in (0, 1, 2) for _ in range(SAMPLES)
+    ]
+    assert {len(one.completion.token_ids) for one in partial if one.prompt} == {2}
 
-    other = Script("http://b:1", http, long_for_some)
-    batch = _dispatcher(http, other).begin(_prompts(4), SAMPLING, 5, so_far)
+    other = Script(http, long_for_some, "b")
+    batch = dispatcher_of(http, other).begin(prompts_of(4), SAMPLING, VERSION, partial)
     batch.wait(20.0)
-    lengths = {0: 3, 1: 8, 2: 8, 3: 8}
     for prompt, group in enumerate(batch.groups()):
-        whole = [prompt + 1] * (lengths[prompt] - 1) + [0]
+        whole = [prompt + 1] * (7 if prompt else 2) + [0]
         assert [c.token_ids.tolist() for c in group] == [whole] * SAMPLES
         assert all(c.logprobs.tolist() == [-token for token in whole] for c in group)
-    asked = sorted((list(ask.token_ids), ask.samples, ask.max_tokens) for ask in other.asks)
-    unfinished = [([2, 7, *tokens], 1, 8 - len(tokens)) for tokens in made]
-    assert [ask for ask in asked if ask[0][0] == 2] == sorted(unfinished)
-    assert not any(tokens[0] == 1 for tokens, _, _ in asked) and asked[-1] == ([4, 7], SAMPLES, 8)
+    requested = Counter((tuple(each.token_ids), each.samples, each.max_tokens) for each in other.requests)
+    assert requested == {((2, 7, 2, 2), 1, 6): SAMPLES, ((3, 7, 3, 3), 1, 6): SAMPLES, ((4, 7), SAMPLES, 8): 1}
 
 
-def test_what_is_broken_off_is_as_long_in_the_end_as_what_is_sampled(
-    http: Http, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless what was unfinished is begun anew."""
-
-    def lengths() -> np.ndarray:
-        server, sampling = _breakable(http, _abort_now_and_then), replace(SAMPLING, max_tokens=LONGEST)
-        server.token_s = 0.05  # so that a busy machine breaks off nearly as much
-        dispatcher = _dispatcher(http, server, max_in_flight=192)
-        batches = [dispatcher.begin(_prompts(64), replace(sampling, seed=seed), 5) for seed in range(3)]
-        known = _broken_off(http, dispatcher, [server], batches, after_s=0.3)
-        others = _dispatcher(http, Script("http://b:1", http, _abort_now_and_then), max_in_flight=192)
-        made = []
-        for seed, so_far in enumerate(known):
-            batch = others.begin(_prompts(64), replace(sampling, seed=10 + seed), 5, so_far)
-            batch.wait(20.0)
-            assert batch.is_over and batch.error is None
-            made += [len(c.token_ids) for group in batch.groups() for c in group]
-        return np.array(made)
-
-    assert _p_of_lengths(lengths()) > 1e-4
-    kept = RequestBatch.progress
-    monkeypatch.setattr(
-        RequestBatch,
-        "progress",
-        lambda batch: [one for one in kept(batch) if one.ended],
-    )
-    assert any(_p_of_lengths(lengths()) < 1e-4 for _ in range(5)), "a busy machine may break off too little"
+ENDS, LONGEST = 0.12, 24
+"""Chance that a token ends a completion, and the limit of tokens."""
 
 
-def _abort_now_and_then(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-    """Any token ends a sample with the same chance; an update of the weights aborts them after some tokens."""
-    draw = np.random.default_rng([ask.seed or 0, ask.samples])
+def abort_at_random(server: Script, request: GenerateRequest) -> list[GenerateResult]:
+    """Any token ends a sample with the same chance; an update of the weights aborts all after some tokens."""
+    draw = np.random.default_rng([request.seed or 0, request.samples])
     until = int(draw.integers(1, 16))
-    pieces = []
-    for length in np.minimum(draw.geometric(ENDS, ask.samples), ask.max_tokens).tolist():
+    results = []
+    for length in np.minimum(draw.geometric(ENDS, request.samples), request.max_tokens).tolist():
         tokens = [1] * (length - 1) + [0]
-        pieces.append(_piece(tokens) if length <= until else _piece(tokens[:until], reason="abort"))
-    return pieces
+        results.append(result_of(tokens) if length <= until else result_of(tokens[:until], reason="abort"))
+    return results
 
 
-def _lengths_of_batches_ahead(http: Http) -> np.ndarray:
-    """Of completions that would be trained on: three batches, asked for at once and taken in their order."""
-    servers, Gradual.time = [Gradual(f"http://{name}:1", http, _abort_now_and_then) for name in "ab"], Tokens()
-    dispatcher = _dispatcher(http, *servers, max_in_flight=192)
-    sampling = replace(SAMPLING, max_tokens=LONGEST)
-    batches = [dispatcher.begin(_prompts(64), replace(sampling, seed=seed), 5) for seed in range(3)]
-    lengths = []
-    for batch in batches:
-        batch.wait(60.0)
-        assert batch.is_over and batch.error is None
-        lengths += [len(c.token_ids) for group in batch.groups() for c in group]
-    return np.array(lengths)
-
-
-def _p_of_lengths(lengths: np.ndarray) -> float:
-    """Of χ² against the law by which completions end, in bins of three tokens and the cut off."""
+def p_of_lengths(lengths: Sequence[int]) -> float:
+    """Return p of χ² against the lengths that are sampled, in bins of three tokens and those at the limit."""
     chances = ENDS * (1.0 - ENDS) ** np.arange(LONGEST)
     chances[-1] = (1.0 - ENDS) ** (LONGEST - 1)
     seen = np.bincount(lengths, minlength=LONGEST + 1)[1:].reshape(-1, 3).sum(axis=1)
@@ -293,285 +145,372 @@ def _p_of_lengths(lengths: np.ndarray) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2.0), chi2 / 2.0))
 
 
-def test_what_is_trained_on_is_as_long_as_what_is_sampled(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late it is. A batch that is closed once three quarters of it are there is not."""
-    lengths = _lengths_of_batches_ahead(http)
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_trained_lengths_are_the_sampled_lengths(http: Http, broken_off: bool) -> None:
+    server = Abortable(http, abort_at_random)
+    server.whole, server.kept = 300 if broken_off else 10**6, 4
+    dispatcher = dispatcher_of(http, server, max_in_flight=192)
+    samplings = [replace(SAMPLING, max_tokens=LONGEST, seed=seed) for seed in range(3)]
+    batches = [dispatcher.begin(prompts_of(64), sampling, VERSION) for sampling in samplings]
+    if broken_off:
+        partial = break_off(dispatcher, server, batches, after=400)
+        others = dispatcher_of(http, Script(http, abort_at_random, "b"), max_in_flight=192)
+        again = [replace(sampling, seed=sampling.seed + 10) for sampling in samplings]
+        batches = [
+            others.begin(prompts_of(64), sampling, VERSION, known)
+            for sampling, known in zip(again, partial, strict=True)
+        ]
+    lengths = []
+    for batch in batches:
+        batch.wait(20.0)
+        assert batch.is_over and batch.error is None
+        lengths += [len(c.token_ids) for group in batch.groups() for c in group]
     assert len(lengths) == 3 * 64 * SAMPLES
-    assert _p_of_lengths(lengths) > 0.01
-
-    async def first_come(self: Dispatcher, batch: RequestBatch) -> None:
-        prompts = [asyncio.create_task(self._prompt(batch, index)) for index in range(len(batch.prompts))]
-        for prompt in itertools.islice(asyncio.as_completed(prompts), 3 * len(prompts) // 4):
-            await prompt
-        for prompt in prompts:
-            prompt.cancel()
-
-    monkeypatch.setattr(Dispatcher, "_run", first_come)
-    assert _p_of_lengths(_lengths_of_batches_ahead(http)) < 0.01
+    assert p_of_lengths(lengths) > 0.01
 
 
-def test_what_a_dead_server_had_is_asked_again_whole_of_another(http: Http) -> None:
-    def dies(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        server.alive = False
-        raise ServerError(server.url, "broke off", alive=False)
-
-    dying, living = Script("http://a:1", http, dies), Script("http://b:1", http, _answers)
-    dispatcher = _dispatcher(http, dying, living)
-    _assert_answered(_ask(dispatcher, 6), 6)
+def test_requests_of_a_dead_server_are_resubmitted_whole(http: Http) -> None:
+    dying = Script(http, lambda server, request: server.die())
+    living = Script(http, echo, "b")
+    dispatcher = dispatcher_of(http, dying, living)
+    check_echoed(request_all(dispatcher, 6), 6)
     assert dispatcher.take_lost() == {"http://a:1": "broke off"}
     assert dispatcher.take_lost() == {}
-    assert dispatcher.resubmitted == len(dying.asks)
-    assert all(ask.samples == SAMPLES for ask in living.asks)
+    assert dispatcher.resubmitted == len(dying.requests)
+    assert all(request.samples == SAMPLES for request in living.requests)
+
+    dispatcher = dispatcher_of(http, dying, living)
+    check_echoed(request_all(dispatcher, 3), 3)
+    dispatcher.serve_from([Script(http, echo)])
+    assert dispatcher.take_lost() == {}, "a server that serves again is not lost"
 
 
-def test_a_server_whose_connection_breaks_but_which_lives_is_not_lost(http: Http) -> None:
-    breaks = ["once"]
+@pytest.mark.parametrize("fault", ["breaks off once", "refuses once", "is one sample short", "answers nonsense"])
+def test_a_failed_request_is_repeated_with_another_seed(http: Http, fault: str) -> None:
+    def fail_first(server, request):
+        if len(server.requests) > 1:
+            return echo(server, request)
+        if fault == "answers nonsense":
+            raise KeyError("output_ids")
+        if fault == "is one sample short":
+            return echo(server, request)[1:]
+        server.alive = fault == "refuses once"
+        try:
+            server.fail(fault)
+        finally:
+            server.alive = True
+        raise AssertionError
 
-    def breaks_once(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        if breaks:
-            raise ServerError(server.url, f"broke off {breaks.pop()}", alive=False)
-        return _answers(server, ask)
-
-    dispatcher = _dispatcher(http, Script("http://a:1", http, breaks_once))
-    _assert_answered(_ask(dispatcher, 2), 2)
-    assert dispatcher.take_lost() == {}
-
-
-def test_an_aborted_completion_goes_on_from_the_tokens_that_it_has(http: Http) -> None:
-    def aborts_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        if len(server.asks) == 1:
-            first = ask.token_ids[0]
-            return [_piece([first], reason="abort"), _piece([first, first], reason="abort"), _piece([], reason="abort")]
-        made = list(ask.token_ids[2:])
-        whole = [ask.token_ids[0], ask.token_ids[0], 0]
-        return [_piece(whole[len(made) :]) for _ in range(ask.samples)]
-
-    server = Script("http://a:1", http, aborts_first)
-    _assert_answered(_ask(_dispatcher(http, server), 1), 1)
-    assert sorted((list(ask.token_ids), ask.samples, ask.max_tokens) for ask in server.asks[1:]) == [
-        ([1, 7], 1, 8), ([1, 7, 1], 1, 7), ([1, 7, 1, 1], 1, 6)]  # fmt: skip
-    assert len({ask.seed for ask in server.asks}) == 4
+    server = Script(http, fail_first)
+    dispatcher = dispatcher_of(http, server)
+    check_echoed(request_all(dispatcher, 1), 1)
+    assert (dispatcher.take_lost(), dispatcher.resubmitted) == ({}, 1)
+    first, second = server.requests
+    assert first.seed != second.seed
 
 
-def test_tokens_keep_the_experts_of_the_request_that_first_read_them(http: Http) -> None:
-    """Each request says the number of requests before it for every token that it has read, which the last is not."""
+def test_aborted_completions_resume_from_their_tokens(http: Http) -> None:
+    def abort_first(server, request):
+        if len(server.requests) > 1:
+            return echo(server, request)
+        return [result_of([1] * length, reason="abort") for length in (1, 2, 0)]
 
-    def aborts_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        assert ask.routing == SHAPE
-        before = len(server.asks) - 1
-        piece = _piece([3, 4] if before == 0 else [5, 0], reason="stop" if before else "abort")
-        table = np.full((len(ask.token_ids) + 1, SHAPE.layers, SHAPE.per_token), before, SHAPE.dtype)
-        return [replace(piece, routing=table)]
+    server = Script(http, abort_first)
+    check_echoed(request_all(dispatcher_of(http, server), 1), 1)
+    again = sorted((list(each.token_ids), each.samples, each.max_tokens) for each in server.requests[1:])
+    assert again == [([1, 7], 1, 8), ([1, 7, 1], 1, 7), ([1, 7, 1, 1], 1, 6)]
+    assert len({each.seed for each in server.requests}) == 4
 
-    dispatcher = _dispatcher(http, Script("http://a:1", http, aborts_first))
-    batch = dispatcher.begin(_prompts(1), replace(SAMPLING, samples=1, routing=SHAPE), 5)
-    batch.wait(20.0)
+
+def test_tokens_keep_versions_and_experts_of_their_request(http: Http) -> None:
+    """Each request routes every token it reads (all but its last) to the number of requests before it."""
+    shape = RoutingShape(layers=2, per_token=2, experts=4)
+
+    def abort_first(server, request):
+        assert request.routing == shape
+        number = len(server.requests) - 1
+        part = result_of([3, 4], reason="abort"), result_of([5, 0], version="6")
+        table = np.full((len(request.token_ids) + 1, shape.layers, shape.per_token), number, shape.dtype)
+        return [replace(part[number], routing=table)]
+
+    sampling = replace(SAMPLING, samples=1, routing=shape)
+    batch = request_all(dispatcher_of(http, Script(http, abort_first)), 1, sampling)
     [[completion]] = batch.groups()
     assert completion.token_ids.tolist() == [3, 4, 5, 0]
+    assert completion.versions == (VersionSpan(5, 2), VersionSpan(6, 2))
     assert completion.routing is not None and completion.routing[:, 0, 0].tolist() == [0, 0, 0, 1, 1]
 
 
-def test_tokens_of_two_versions_keep_their_own(http: Http) -> None:
-    def aborts_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        version, reason = ("5", "abort") if len(server.asks) == 1 else ("6", "stop")
-        return [_piece([3, 3], version=version, reason=reason) for _ in range(ask.samples)]
-
-    batch = _ask(_dispatcher(http, Script("http://a:1", http, aborts_first)), 1)
-    assert {c.versions for c in batch.groups()[0]} == {(VersionSpan(5, 2), VersionSpan(6, 2))}
-
-
-@pytest.mark.parametrize("told", ["4", "default"])
-def test_a_server_with_other_weights_is_lost_and_its_answers_are_not_taken(http: Http, told: str) -> None:
-    def stale(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        return [_piece([9, 9, 9], version=told) for _ in range(ask.samples)]
-
-    dispatcher = _dispatcher(http, Script("http://a:1", http, stale), Script("http://b:1", http, _answers))
-    _assert_answered(_ask(dispatcher, 4), 4)
-    assert f"{told!r}" in dispatcher.take_lost()["http://a:1"]
+@pytest.mark.parametrize("version", ["4", "default"])
+def test_answers_of_other_weights_are_not_taken(http: Http, version: str) -> None:
+    stale = Script(http, lambda server, request: [result_of([9] * 3, version=version)] * request.samples)
+    dispatcher = dispatcher_of(http, stale, Script(http, echo, "b"))
+    check_echoed(request_all(dispatcher, 4), 4)
+    assert f"{version!r}" in dispatcher.take_lost()["http://a:1"]
 
 
-def test_a_prompt_that_every_server_refuses_ends_the_batch_and_says_why(http: Http) -> None:
-    def refuses(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        if ask.token_ids[0] == 2:
-            raise ServerError(server.url, "refused: too long", alive=True)
-        return _answers(server, ask)
+def test_a_prompt_refused_everywhere_fails_the_batch(http: Http) -> None:
+    def refuse_second(server, request):
+        if request.token_ids[0] == 2:
+            server.fail("refused: too long")
+        return echo(server, request)
 
-    batch = _ask(_dispatcher(http, Script("http://a:1", http, refuses), attempts=3), 3)
+    batch = request_all(dispatcher_of(http, Script(http, refuse_second)), 3)
     assert isinstance(batch.error, PromptFailedError)
     assert "prompt 1 was asked 3 times" in str(batch.error) and "too long" in str(batch.error)
 
 
-def test_too_few_samples_are_no_answer(http: Http) -> None:
-    def one_short_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        return _answers(server, ask)[len(server.asks) == 1 :]
-
-    dispatcher = _dispatcher(http, Script("http://a:1", http, one_short_first))
-    _assert_answered(_ask(dispatcher, 1), 1)
-    assert dispatcher.resubmitted == 1
-
-
 def test_prompts_wait_for_a_server_and_for_room(http: Http) -> None:
-    most, now = 0, 0
-
-    class Counting(Script):
-        async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-            nonlocal most, now
-            now += 1
-            most = max(most, now)
-            pieces = await super().generate(ask, timeout_s=timeout_s)
-            now -= 1
-            return pieces
-
-    dispatcher = _dispatcher(http, max_in_flight=2)
-    batch = dispatcher.begin(_prompts(7), SAMPLING, 5)
-    batch.wait(0.2)
+    dispatcher = dispatcher_of(http, max_in_flight=2)
+    batch = dispatcher.begin(prompts_of(7), SAMPLING, VERSION)
+    batch.wait(0.1)
     assert batch.unfinished == 7
-    server = Counting("http://a:1", http, _answers, delay_s=0.01)
+    server = Script(http, echo)
     dispatcher.serve_from([server])
     batch.wait(20.0)
-    _assert_answered(batch, 7)
-    assert most == 2
+    check_echoed(batch, 7)
+    assert server.most_in_flight == 2
+    assert [request.token_ids[0] for request in server.requests] == list(range(1, 8)), "in the order of the prompts"
 
 
-def test_what_hangs_at_a_server_is_asked_of_another_once_it_is_taken_out(http: Http) -> None:
-    hung, living = Script("http://a:1", http, _answers, delay_s=60.0), Script("http://b:1", http, _answers)
-    dispatcher = _dispatcher(http, hung, living)
-    batch = dispatcher.begin(_prompts(4), SAMPLING, 5)
-    batch.wait(0.3)
-    assert batch.unfinished == 2
+def test_requests_hung_at_a_removed_server_are_resubmitted(http: Http) -> None:
+    """Until then, the hung server gets no more than its limit of requests."""
+    hung, living = Script(http, echo, holds=lambda request: True), Script(http, echo, "b")
+    dispatcher = dispatcher_of(http, hung, living, max_in_flight=2)
+    batch = dispatcher.begin(prompts_of(9), SAMPLING, VERSION)
+    until = time.monotonic() + 20.0
+    while batch.unfinished > 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (len(hung.requests), batch.unfinished) == (2, 2)
     dispatcher.serve_from([living])
     batch.wait(20.0)
-    _assert_answered(batch, 4)
+    check_echoed(batch, 9)
 
 
-def test_asking_again_asks_for_other_luck(http: Http) -> None:
-    def refuses_first(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        if len(server.asks) == 1:
-            raise ServerError(server.url, "refused", alive=True)
-        return _answers(server, ask)
-
-    server = Script("http://a:1", http, refuses_first)
-    _ask(_dispatcher(http, server), 1)
-    assert server.asks[0].seed != server.asks[1].seed
-
-
-def test_a_server_that_refuses_at_once_does_not_swallow_what_others_would_answer(http: Http) -> None:
-    def refuses(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        raise ServerError(server.url, "refused with status 500", alive=True)
-
-    broken, living = Script("http://a:1", http, refuses), Script("http://b:1", http, _answers, delay_s=0.05)
-    dispatcher = _dispatcher(http, broken, living, attempts=2)
-    _assert_answered(_ask(dispatcher, 20), 20)
+def test_a_server_that_refuses_everything_is_removed(http: Http) -> None:
+    broken = Script(http, lambda server, request: server.fail("refused with status 500"))
+    living = Script(http, echo, "b", holds=lambda request: len(broken.requests) < 8)
+    dispatcher = dispatcher_of(http, broken, living, attempts=2)
+    check_echoed(request_all(dispatcher, 20), 20)
     assert "failed 8 requests in a row" in dispatcher.take_lost()["http://a:1"]
 
 
-def test_an_answer_that_makes_no_sense_is_asked_again_elsewhere(http: Http) -> None:
-    def senseless(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        raise KeyError("output_ids")
+def test_a_paused_server_is_asked_after_a_pause(http: Http) -> None:
+    times: list[float] = []
 
-    servers = [Script("http://a:1", http, senseless), Script("http://b:1", http, _answers)]
-    _assert_answered(_ask(_dispatcher(http, *servers, attempts=2), 4), 4)
+    def abort_twice(server, request):
+        times.append(time.monotonic())
+        if len(times) < 3:
+            return [result_of([], reason="abort")] * request.samples
+        return echo(server, request)
 
-
-def test_a_paused_server_that_aborts_all_is_not_asked_in_a_rush(http: Http) -> None:
-    until = time.monotonic() + 1.0
-
-    def paused(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        if time.monotonic() < until:
-            return [_piece([], reason="abort") for _ in range(ask.samples)]
-        return _answers(server, ask)
-
-    server = Script("http://a:1", http, paused)
-    dispatcher = _dispatcher(http, server, attempts=1)
-    _assert_answered(_ask(dispatcher, 1), 1)
-    assert len(server.asks) < 8
+    dispatcher = dispatcher_of(http, Script(http, abort_twice), attempts=1)
+    check_echoed(request_all(dispatcher, 1), 1)
+    assert min(np.diff(times)) > 0.9 * PAUSE_S
     assert dispatcher.resubmitted == 0
 
 
-def test_a_server_that_is_served_from_again_is_not_held_to_what_it_did_before(http: Http) -> None:
-    def dies(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        server.alive = False
-        raise ServerError(server.url, "broke off", alive=False)
+def test_an_aborted_completion_waits_for_no_sibling(http: Http) -> None:
+    """The first sample is aborted twice, while the second one's continuation waits for the first to end."""
 
-    dispatcher = _dispatcher(http, Script("http://a:1", http, dies), Script("http://b:1", http, _answers))
-    _assert_answered(_ask(dispatcher, 3), 3)
-    dispatcher.serve_from([Script("http://a:1", http, _answers)])
-    assert dispatcher.take_lost() == {}
+    def abort(server, request):
+        if len(server.requests) == 1:
+            return [result_of([3], reason="abort"), result_of([4], reason="abort")]
+        return [result_of([3], reason="abort") if request.token_ids[2:] == [3] else result_of([0])]
 
+    def holds(request):
+        return 4 in request.token_ids and not any(3 in each.token_ids[3:] for each in server.requests)
 
-TakesS = Callable[[GenerateRequest], float]
-
-
-class Slow(Script):
-    """A server that takes longer over some requests."""
-
-    def __init__(self, http: Http, answer: Callable[[Script, GenerateRequest], list[GenerateResult]], takes_s: TakesS):
-        super().__init__("http://a:1", http, answer)
-        self._takes_s = takes_s
-        self.ended: list[tuple[int, ...]] = []
-
-    async def generate(self, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        self._delay_s = self._takes_s(ask)
-        pieces = await super().generate(ask, timeout_s=timeout_s)
-        self.ended.append(tuple(ask.token_ids))
-        return pieces
-
-
-def test_an_aborted_completion_does_not_wait_for_the_others_of_its_prompt(http: Http) -> None:
-    """The first has a token after the abort, and is aborted once more, while the second takes its time."""
-
-    def aborts(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        made = list(ask.token_ids[2:])
-        if len(server.asks) == 1:
-            return [_piece([3], reason="abort"), _piece([4], reason="abort")]
-        return [_piece([3], reason="abort") if made == [3] else _piece([0])]
-
-    server = Slow(http, aborts, lambda ask: 0.5 if 4 in ask.token_ids else 0.0)
-    batch = _dispatcher(http, server).begin(_prompts(1), replace(SAMPLING, samples=2), 5)
-    batch.wait(20.0)
+    server = Script(http, abort, holds=holds)
+    batch = request_all(dispatcher_of(http, server), 1, replace(SAMPLING, samples=2))
     assert [c.token_ids.tolist() for c in batch.groups()[0]] == [[3, 3, 0], [4, 0]]
-    assert server.ended.index((1, 7, 3, 3)) < server.ended.index((1, 7, 4))
 
 
-def test_a_prompt_that_goes_on_is_asked_before_those_that_were_not_begun(http: Http) -> None:
-    def aborts_once(server: Script, ask: GenerateRequest) -> list[GenerateResult]:
-        first = ask.token_ids[0]
-        if len(ask.token_ids) == 2:
-            return [_piece([first], reason="abort") for _ in range(ask.samples)]
-        return [_piece([first, 0])]
+def test_continuations_come_before_new_prompts(http: Http) -> None:
+    def abort_once(server, request):
+        if len(request.token_ids) > 2:
+            return echo(server, request)
+        return [result_of([request.token_ids[0]], reason="abort")] * request.samples
 
-    server = Script("http://a:1", http, aborts_once)
-    _assert_answered(_ask(_dispatcher(http, server, max_in_flight=1), 4), 4)
-    prompts = [ask.token_ids[0] for ask in server.asks]
+    server = Script(http, abort_once)
+    check_echoed(request_all(dispatcher_of(http, server, max_in_flight=1), 4), 4)
+    prompts = [request.token_ids[0] for request in server.requests]
     assert prompts == sorted(prompts) and len(prompts) == 4 * (1 + SAMPLES)
 
 
-def test_prompts_are_asked_in_the_order_in_which_they_were_given(http: Http) -> None:
-    server = Script("http://a:1", http, _answers, delay_s=0.001)
-    _assert_answered(_ask(_dispatcher(http, server, max_in_flight=2), 9), 9)
-    assert [ask.token_ids[0] for ask in server.asks] == list(range(1, 10))
+def test_complete_groups_are_taken_before_the_batch_ends(http: Http) -> None:
+    """The first prompt is answered once the other two groups have been taken."""
+    taken: set[int] = set()
+    server = Script(http, echo, holds=lambda request: request.token_ids[0] == 1 and len(taken) < 2)
+    batch = dispatcher_of(http, server).begin(prompts_of(3), SAMPLING, VERSION)
 
-
-def test_groups_can_be_taken_while_others_are_waited_for(http: Http) -> None:
-    server = Slow(http, _answers, lambda ask: 1.0 if ask.token_ids[0] == 1 else 0.0)
-    batch = _dispatcher(http, server).begin(_prompts(3), SAMPLING, 5)
-    taken: dict[int, bool] = {}
-
-    def look(groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
+    def take(groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
         for place, group in groups:
             assert place not in taken and len(group) == SAMPLES
-            taken[place] = batch.is_over
+            taken.add(place)
         return False
 
-    wait(batch, 20.0, look)
-    assert batch.is_over and not taken[1] and not taken[2]
-    _assert_answered(batch, 3)
+    wait(batch, 20.0, take)
+    assert batch.is_over and len(taken) == 3
+    check_echoed(batch, 3)
+    busy = iter([True, True, False])
+    wait(batch, 20.0, lambda groups: next(busy))
+    assert next(busy, None) is None, "waits while groups are being scored"
+    wait(batch, 0.1, lambda groups: True)
 
 
-def test_a_wait_goes_on_while_groups_are_worked_on_and_no_longer_than_it_may(http: Http) -> None:
-    batch = _ask(_dispatcher(http, Script("http://a:1", http, _answers)), 2)
-    looks = iter([True, True, False])
-    began = time.monotonic()
-    wait(batch, 20.0, lambda groups: next(looks))
-    assert next(looks, None) is None and time.monotonic() - began < 10.0
-    wait(batch, 0.2, lambda groups: True)
+# Trees
+
+
+LENGTH = 8
+TREE = (BranchConfig(at=2, children=3), BranchConfig(at=5, children=2))
+TREES = replace(SAMPLING, samples=12, branches=TREE)
+
+
+class Numbers:
+    """Answers with a new number for each token, up to the limit of tokens."""
+
+    def __init__(self) -> None:
+        self.last = 99
+
+    def __call__(self, server: Script, request: GenerateRequest) -> list[GenerateResult]:
+        return [self.result(request.max_tokens) for _ in range(request.samples)]
+
+    def result(self, length: int, version: str = str(VERSION), reason: str = "length") -> GenerateResult:
+        first = self.last + 1
+        self.last += length
+        return result_of(range(first, first + length), version=version, reason=reason)
+
+
+def check_tree(group: Sequence[Completion]) -> None:
+    """Two roots, each with three continuations after two tokens, each of which has two after five."""
+    assert len(group) == 12
+    tokens = [leaf.token_ids.tolist() for leaf in group]
+    for leaf, ids in zip(group, tokens, strict=True):
+        assert forks_of(leaf) == (2, 5) and len(ids) == LENGTH
+        assert leaf.logprobs.tolist() == [-token for token in ids]
+        assert sum(span.count for span in leaf.versions) == LENGTH and leaf.finish_reason == "length"
+    for one, first in enumerate(tokens):
+        for other, second in enumerate(tokens):
+            shared = 0 if one // 6 != other // 6 else 2 if one // 2 != other // 2 else 5 if one != other else LENGTH
+            assert [a == b for a, b in zip(first, second, strict=True)] == [True] * shared + [False] * (LENGTH - shared)
+
+
+def test_every_fork_is_a_request_from_its_tokens(http: Http) -> None:
+    server = Script(http, Numbers())
+    (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
+    check_tree(group)
+    requested = Counter((len(each.token_ids) - 2, each.samples, each.max_tokens) for each in server.requests)
+    assert requested == {(0, 2, 8): 1, (2, 2, 6): 2, (5, 1, 3): 6}
+    assert len({each.seed for each in server.requests}) == 9
+    for request in server.requests[1:]:
+        assert request.token_ids[:2] == [1, 7]
+        assert request.token_ids[2:] in [leaf.token_ids[: len(request.token_ids) - 2].tolist() for leaf in group]
+
+
+def test_forks_go_to_the_server_with_their_tokens(http: Http) -> None:
+    servers = [Script(http, Numbers(), name) for name in "ab"]
+    assert request_all(dispatcher_of(http, *servers), 6, TREES).error is None
+    for server in servers:
+        roots = {request.token_ids[0] for request in server.requests if len(request.token_ids) == 2}
+        assert len(roots) == 3 and {request.token_ids[0] for request in server.requests} == roots
+
+
+def test_a_path_ended_before_its_fork_fills_its_leaves(http: Http) -> None:
+    numbers = Numbers()
+
+    def end_early(server, request):
+        if len(request.token_ids) > 2:
+            return numbers(server, request)
+        return [numbers.result(2, reason="stop"), numbers.result(5, reason="stop")]
+
+    server = Script(http, end_early)
+    (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
+    assert [forks_of(leaf) for leaf in group] == [(2, 2)] * 6 + [(2, 5)] * 6
+    assert all(leaf is group[0] for leaf in group[:6]) and group[7] is group[6]
+    assert len({id(leaf) for leaf in group[6:]}) == 5 and len(server.requests) == 4
+
+
+def test_a_death_between_levels_repeats_no_root(http: Http) -> None:
+    numbers = Numbers()
+
+    def die_at_forks(server, request):
+        if len(request.token_ids) > 2:
+            server.die()
+        return numbers(server, request)
+
+    servers = [Script(http, die_at_forks), Script(http, numbers, "b")]
+    dispatcher = dispatcher_of(http, *servers)
+    batch = request_all(dispatcher, 4, TREES)
+    assert batch.error is None and batch.unfinished == 0
+    for group in batch.groups():
+        check_tree(group)
+    assert list(dispatcher.take_lost()) == ["http://a:1"]
+    roots = [each.token_ids[0] for server in servers for each in server.requests if len(each.token_ids) == 2]
+    assert sorted(roots) == [1, 2, 3, 4]
+
+
+def test_an_aborted_fork_resumes_and_keeps_versions(http: Http) -> None:
+    numbers, aborted = Numbers(), []
+
+    def abort_once(server, request):
+        if len(request.token_ids) == 2:
+            return numbers(server, request)
+        if len(request.token_ids) == 4 and not aborted:
+            aborted.append(request)
+            return [numbers.result(1, reason="abort"), numbers.result(0, reason="abort")]
+        return [numbers.result(request.max_tokens, version="6") for _ in range(request.samples)]
+
+    server = Script(http, abort_once)
+    (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
+    check_tree(group)
+    spans = [tuple(span.count for span in leaf.versions) for leaf in group]
+    assert spans[:2] == [(8,), (5, 3)]
+    assert (spans.count((3, 5)), spans.count((2, 6))) == (2, 6), "two leaves' path had a token at the abort"
+    assert len({request.seed for request in server.requests}) == len(server.requests)
+
+
+def test_no_prompt_waits_for_another_before_it_forks(http: Http) -> None:
+    """The first prompt is answered once the second one's tree is complete."""
+
+    def holds(request):
+        return request.token_ids[0] == 1 and sum(each.token_ids[0] == 2 for each in server.requests) < 9
+
+    server = Script(http, Numbers(), holds=holds)
+    batch = request_all(dispatcher_of(http, server), 2, TREES)
+    assert batch.error is None and batch.unfinished == 0
+
+
+def test_forks_by_entropy_follow_the_servers_entropies(http: Http) -> None:
+    """The second root is never uncertain; the others are before their fourth and their seventh token."""
+    numbers = Numbers()
+
+    def report(server, request):
+        assert request.entropies
+        made = len(request.token_ids) - 2
+        certain = [False, True] if made == 0 else [False] * request.samples
+        uncertain = [{3: 1.5, 6: 2.5}.get(place, 0.5) for place in range(made, made + request.max_tokens)]
+        entropies = [np.zeros(request.max_tokens) if each else np.array(uncertain) for each in certain]
+        return [replace(numbers.result(request.max_tokens), entropies=each) for each in entropies]
+
+    by_entropy = replace(SAMPLING, samples=8, branches=(BranchConfig(entropy=1.0), BranchConfig(entropy=1.0)))
+    (group,) = request_all(dispatcher_of(http, Script(http, report)), 1, by_entropy).groups()
+    assert [forks_of(leaf) for leaf in group] == [(3, 6)] * 4 + [(8, 8)] * 4
+
+
+def test_siblings_keep_the_experts_of_their_shared_tokens(http: Http) -> None:
+    """Each request routes every token it reads to the number of requests before it."""
+    numbers, shape = Numbers(), RoutingShape(layers=1, per_token=1, experts=200)
+
+    def route(server, request):
+        number, read = len(server.requests) - 1, len(request.token_ids) + request.max_tokens - 1
+        table = np.full((read, 1, 1), number, shape.dtype)
+        return [replace(result, routing=table) for result in numbers(server, request)]
+
+    (group,) = request_all(dispatcher_of(http, Script(http, route)), 1, replace(TREES, routing=shape)).groups()
+    tables = [leaf.routing[:, 0, 0].tolist() for leaf in group if leaf.routing is not None]
+    assert len(tables) == 12 and tables[0] == [0] * 9
+    for table in tables:
+        assert len(table) == 9 and table[:4] == [0] * 4, "prompt and two tokens, all read by the root's request"
+    for first, second in zip(tables[::2], tables[1::2], strict=True):
+        assert first[:7] == second[:7] and first[7] != second[7]

@@ -1,0 +1,106 @@
+"""Servers that are scripts: each answers as a function of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.batch import RequestBatch
+from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
+from megatron_dppo.rollout.servers.conversations import Conversations
+from megatron_dppo.rollout.servers.dispatch import Dispatcher
+from megatron_dppo.rollout.servers.http import Http, ServerError
+from megatron_dppo.rollout.servers.sglang import SglangClient
+
+SAMPLES = 3
+SAMPLING = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
+VERSION = 5
+"""Oldest version that a batch accepts."""
+
+
+class Script(SglangClient):
+    """A server that keeps its requests.
+
+    Args:
+        http: in whose thread it answers.
+        answer: function of the server and the request.
+        name: host in its URL.
+        holds: whether a request is not to be answered yet.
+    """
+
+    def __init__(
+        self, http: Http, answer: Answer, name: str = "a", holds: Callable[[GenerateRequest], bool] | None = None
+    ) -> None:
+        super().__init__(f"http://{name}:1", http)
+        self._answer, self._holds = answer, holds
+        self.requests: list[GenerateRequest] = []
+        self.alive = True
+        self.in_flight = self.most_in_flight = 0
+
+    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
+        self.requests.append(request)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0)
+        while self._holds and self._holds(request):
+            await asyncio.sleep(0.002)
+        self.in_flight -= 1
+        return self._answer(self, request)
+
+    async def version(self) -> str:
+        if not self.alive:
+            raise ServerError(self.url, "is gone", alive=False)
+        return str(VERSION)
+
+    def fail(self, problem: str) -> None:
+        raise ServerError(self.url, problem, alive=self.alive)
+
+    def die(self) -> None:
+        self.alive = False
+        self.fail("broke off")
+
+
+Answer: TypeAlias = Callable[[Script, GenerateRequest], list[GenerateResult]]
+
+
+def result_of(tokens: Sequence[int], *, version: str = str(VERSION), reason: str = "stop") -> GenerateResult:
+    """Return a result whose log-probabilities are the negative token ids."""
+    ids = np.array(tokens, np.int32)
+    versions = ((version, len(tokens)),) if tokens else ()
+    return GenerateResult(ids, -ids.astype(np.float32), versions, reason)
+
+
+def dispatcher_of(
+    http: Http,
+    *servers: SglangClient,
+    attempts: int = 3,
+    max_in_flight: int = 64,
+    conversations: Conversations | None = None,
+) -> Dispatcher:
+    dispatcher = Dispatcher(
+        http,
+        lambda version: int(version) if version.isdigit() else None,
+        first=0,
+        max_in_flight=max_in_flight,
+        request_timeout_s=20.0,
+        attempts=attempts,
+        conversations=conversations,
+    )
+    dispatcher.serve_from(servers)
+    return dispatcher
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    return [Prompt(i, np.array([i + 1, 7], np.int32), "", "") for i in range(count)]
+
+
+def request_all(dispatcher: Dispatcher, count: int, sampling: Sampling = SAMPLING) -> RequestBatch:
+    """Request completions of ``count`` prompts and wait for them."""
+    batch = dispatcher.begin(prompts_of(count), sampling, VERSION)
+    batch.wait(20.0)
+    return batch
