@@ -1,4 +1,4 @@
-"""An engine and workers that say what they are told, and ranks that are threads: a step without processes."""
+"""An engine and workers that follow a script, and ranks that are threads: a step without processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig, RewardConfig, RolloutConfig, RunConfig
+from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.data.prompts import PromptPool, SourcePool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.parallel.world import World
@@ -20,6 +20,7 @@ from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import Scored
 from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
 from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling
+from megatron_dppo.settings import load_config
 
 T = TypeVar("T")
 FAILING = f"{Path(__file__).parents[1] / 'rewards' / 'rewards_that_fail.py'}:compute_score"
@@ -28,20 +29,20 @@ SAMPLES = 3
 LIMIT_TOKENS = 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Said:
-    """One completion of a script. The text says what the reward function is to do with it."""
+    """One completion of a script. The text is an order to the reward function."""
 
     text: str
     probability: float | Sequence[float] = 0.5
-    """Of each token, the end of the turn included."""
+    """Probability of each token, the end of the turn included."""
     ended: bool = True
     versions: tuple[VersionSpan, ...] | None = None
     """None: all tokens by version 0."""
     given: Sequence[int] = ()
     """Places of tokens that the policy did not sample."""
     segments: Sequence[int] = ()
-    """Of each token; empty: there are none."""
+    """Segment of each token; empty: none."""
     weights: tuple[float, ...] = ()
     starts: tuple[int, ...] = ()
 
@@ -50,8 +51,12 @@ Script = Mapping[int, Sequence[Said]]
 """By prompt id."""
 
 
+def said(*texts: str) -> list[Said]:
+    return list(map(Said, texts))
+
+
 class ScriptedEngine(RolloutEngine[Completions]):
-    """Completes each prompt as a script has it, and remembers what it was asked."""
+    """Completes each prompt by a script, and remembers the requests."""
 
     def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
         self._tokenizer, self._script = tokenizer, script
@@ -63,7 +68,7 @@ class ScriptedEngine(RolloutEngine[Completions]):
         return [tuple(map(self._complete, self._script[p.id][: sampling.samples])) for p in prompts]
 
     def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
-        """All groups but the last can be looked at before the end."""
+        """Show all groups but the last before the end."""
         self.finished += 1
         for place, group in enumerate(pending[:-1]):
             if look is not None:
@@ -74,13 +79,11 @@ class ScriptedEngine(RolloutEngine[Completions]):
         tokens = self._tokenizer([said.text], add_special_tokens=False)["input_ids"][0]
         tokens = np.array(tokens + [end_token_id(self._tokenizer)] * said.ended, np.int32)
         logprobs = np.log(np.broadcast_to(said.probability, tokens.shape)).astype(np.float32)
-        loss_mask = ~np.isin(np.arange(len(tokens)), said.given)
-        versions = said.versions or (VersionSpan(0, len(tokens)),)
         return Completion(
             tokens,
             logprobs,
-            loss_mask,
-            versions,
+            ~np.isin(np.arange(len(tokens)), said.given),
+            said.versions or (VersionSpan(0, len(tokens)),),
             "stop" if said.ended else "length",
             segments=np.array(said.segments, np.int8) if said.segments else None,
             weights=said.weights,
@@ -89,21 +92,15 @@ class ScriptedEngine(RolloutEngine[Completions]):
 
 
 class ScriptedWorkers:
-    """Scores "score 1", logs the depth of "score 1 depth 3", times out at "sleep" and raises at all else, where
-    processes would cost more than they show."""
+    """Score ``score 1``, log the depth of ``score 1 depth 3``, give the reward of a role for ``score 1 =critic 3``,
+    time out at ``sleep`` and fail at any other text, all in this process and at the end."""
 
-    thinking_tags = ()
+    thinking_tags: Sequence[str] = ()
 
-    def begin(self, most_failures: int) -> ScriptedScoring:
-        return ScriptedScoring(most_failures)
-
-
-class ScriptedScoring:
-    """All of it at the end."""
-
-    def __init__(self, most_failures: int) -> None:
+    def begin(self, most_failures: int) -> ScriptedWorkers:
         self._most_failures = most_failures
         self._items: list[ScoreItem] = []
+        return self
 
     def add(self, items: Sequence[ScoreItem]) -> None:
         self._items.extend(items)
@@ -115,24 +112,27 @@ class ScriptedScoring:
         pass
 
     def finish(self) -> Scored:
-        scores: list[Score | None] = [None] * len(self._items)
-        timeouts, errors = 0, []
+        scored = Scored([None] * len(self._items))
         for number, item in enumerate(self._items):
             match item.solution.split():
-                case ["score", reward, *logged]:
-                    metrics = {name: float(value) for name, value in zip(logged[::2], logged[1::2], strict=True)}
-                    scores[number] = Score(float(reward), float(reward) >= 1.0, metrics=metrics)
+                case ["score", reward, *named]:
+                    values = dict(zip(named[::2], map(float, named[1::2]), strict=True))
+                    metrics = {name: value for name, value in values.items() if name[0] != "="}
+                    roles = {name[1:]: value for name, value in values.items() if name[0] == "="}
+                    right = float(reward) >= 1.0
+                    scored.scores[number] = Score(float(reward), right, roles=roles, metrics=metrics)
                 case ["sleep"]:
-                    timeouts += 1
+                    scored.timeouts += 1
                 case _:
-                    errors.append(item.solution)
-            if timeouts + len(errors) > self._most_failures:
+                    scored.errors += 1
+                    scored.tracebacks += [] if item.solution in scored.tracebacks else [item.solution]
+            if scored.timeouts + scored.errors > self._most_failures:
                 break
-        return Scored(scores, timeouts, len(errors), list(dict.fromkeys(errors)))
+        return scored
 
 
 class Meeting:
-    """What ranks that are threads put on the table for one another."""
+    """Exchange of values between ranks that are threads."""
 
     def __init__(self, size: int) -> None:
         self._values: list[Any] = [None] * size
@@ -160,18 +160,15 @@ class ThreadWorld(World):
 
 
 def world_of(size: int, rank: int, meeting: Meeting | None = None) -> World:
-    """Ranks that are all data-parallel. One of one exchanges nothing."""
+    """Return a rank of ``size`` data-parallel ranks. A single rank exchanges nothing."""
     make = World if meeting is None else ThreadWorld
+    ranks = dict.fromkeys(("tp_rank", "pp_rank", "cp_rank", "ep_rank", "etp_rank"), 0)
     return make(
         rank=rank,
         size=size,
         layout=LayoutConfig(dp=size),
-        tp_rank=0,
-        pp_rank=0,
-        cp_rank=0,
         dp_rank=rank,
-        ep_rank=0,
-        etp_rank=0,
+        **ranks,
         replica_of=tuple(range(size)),
         device=torch.device("cpu"),
         control=meeting,
@@ -180,24 +177,21 @@ def world_of(size: int, rank: int, meeting: Meeting | None = None) -> World:
 
 
 def as_ranks(size: int, claim: Callable[[World], T]) -> list[T]:
-    """What ``claim`` returns on every rank of a world of threads."""
+    """Return the results of ``claim`` on every rank of a world of threads."""
     meeting = Meeting(size)
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(lambda rank: claim(world_of(size, rank, meeting)), range(size)))
 
 
 def pool_of(size: int) -> PromptPool:
-    """Prompts that differ in length."""
+    """Return prompts that differ in length."""
     prompts = [Prompt(i, np.arange(3 + i, dtype=np.int32), f"prompt {i}", "1", "here") for i in range(size)]
     return PromptPool([SourcePool(prompts)])
 
 
-def collect_config(*, loss: str = "grpo", max_failures: float = 1.0, overlong_buffer: int | None = None) -> Config:
-    return Config(
-        run=RunConfig(seed=5),
-        rollout=RolloutConfig(samples_per_prompt=SAMPLES, max_response_tokens=LIMIT_TOKENS, temperature=0.7),
-        reward=RewardConfig(
-            function=FAILING, timeout_s=LIMIT_S, max_failures=max_failures, overlong_buffer=overlong_buffer
-        ),
-        loss=LossConfig(name=loss),
-    )
+def collect_config(*overrides: str, max_failures: float = 1.0) -> Config:
+    settings = f"""
+    run.seed=5 rollout.samples_per_prompt={SAMPLES} rollout.max_response_tokens={LIMIT_TOKENS} rollout.temperature=0.7
+    reward.function={FAILING} reward.timeout_s={LIMIT_S} reward.max_failures={max_failures}
+    """
+    return load_config(None, [*settings.split(), *overrides])
