@@ -1,48 +1,40 @@
-"""The share that is kept follows its schedule, or is the most efficient one."""
+"""The kept share follows its schedule or is the most efficient one; rules differ in their divisor."""
 
 import numpy as np
 import pytest
 
-from megatron_dppo.config import (
-    Config,
-    PromptPruningConfig,
-    PruningConfig,
-    ScheduleConfig,
-    replace,
-)
-from megatron_dppo.config.types import Keep
+from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.pruning.draw import completion_candidates, prune_minibatch
 from megatron_dppo.rl.pruning.schedule import next_round, scheduled_keep, window_size
-from tests.rl.plans import step_config, step_metadata
+from megatron_dppo.rl.types import StepMetadata, StepPlan
+from megatron_dppo.settings import load_config
+from tests.rl.plans import plan, step_config, step_metadata
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
+    ("keep", "schedule", "expected"),
     [
-        (ScheduleConfig(), [0.4] * 10),
-        (ScheduleConfig(shape="linear", ramp=0.4), [1.0, 0.85, 0.7, 0.55] + [0.4] * 6),
-        (ScheduleConfig(shape="cosine", ramp=0.4), [1.0, 0.912132, 0.7, 0.487868] + [0.4] * 6),
-        (ScheduleConfig(shape="linear", ramp=0.0), [0.4] * 10),
-        (ScheduleConfig(off_last=0.3), [0.4] * 7 + [1.0] * 3),
-        (ScheduleConfig(shape="linear", ramp=1.0, off_last=1.0), [1.0] * 10),
+        (0.4, ScheduleConfig(shape="linear", ramp=0.4), [1.0, 0.85, 0.7, 0.55] + [0.4] * 6),
+        (0.4, ScheduleConfig(shape="cosine", ramp=0.4), [1.0, 0.912132, 0.7, 0.487868] + [0.4] * 6),
+        (0.4, ScheduleConfig(shape="linear", ramp=0.0), [0.4] * 10),
+        (0.4, ScheduleConfig(off_last=0.3), [0.4] * 7 + [1.0] * 3),
+        (0.4, ScheduleConfig(shape="linear", ramp=1.0, off_last=1.0), [1.0] * 10),
+        ("auto", ScheduleConfig(off_last=0.5), ["auto"] * 5 + [1.0] * 5),
     ],
 )
-def test_the_kept_share_follows_the_schedule(schedule: ScheduleConfig, expected: list[float]):
-    assert [scheduled_keep(0.4, schedule, step, 10) for step in range(10)] == pytest.approx(expected, abs=1e-6)
+def test_kept_share_follows_the_schedule(keep, schedule, expected):
+    shares = [scheduled_keep(keep, schedule, step, 10) for step in range(10)]
+    assert shares == (expected if keep == "auto" else pytest.approx(expected, abs=1e-6))
 
 
-def test_a_share_that_is_chosen_anew_has_no_schedule_but_its_end():
-    assert [scheduled_keep("auto", ScheduleConfig(off_last=0.5), step, 2) for step in (0, 1)] == ["auto", 1.0]
-
-
-def efficiency(keep: Keep, **settings: float) -> float:
-    """Variance × tokens unpruned over that of the draw."""
+def efficiency(keep, **settings) -> float:
+    """Return variance × tokens of the unpruned step over the same of the draw."""
     part = step_metadata(64, prompt_inclusion=np.random.default_rng(1).uniform(0.3, 1.0, 64))
     config = step_config(**settings)
-    pruned = prune_minibatch(part, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0))
-    candidates = completion_candidates(part, config, objective_for(config.loss), pruned.segments)
+    objective = objective_for(config.loss)
+    pruned = prune_minibatch(part, config, objective, keep=keep, rng=np.random.default_rng(0))
+    candidates = completion_candidates(part, config, objective, pruned.segments)
     live, generated = ~candidates.zero_advantage, part.response_lengths.sum()
     squares, tokens, inclusion = candidates.score[live] ** 2, candidates.cost[live], pruned.inclusion[live]
     unpruned = squares.sum() * (generated + tokens.sum())
@@ -50,70 +42,61 @@ def efficiency(keep: Keep, **settings: float) -> float:
 
 
 @pytest.mark.parametrize("max_weight", [5.0, 50.0])
-def test_no_other_share_is_more_efficient(max_weight: float):
+def test_no_other_share_is_more_efficient(max_weight):
     best = efficiency("auto", max_weight=max_weight)
     others = [efficiency(keep, max_weight=max_weight) for keep in np.linspace(0.05, 1.0, 96)]
     assert best == pytest.approx(max(others), abs=1e-3)
     assert best > 1.02
 
 
-SETTINGS = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipeline": 1}
+@pytest.mark.parametrize(("noise", "sizes"), [(None, [64, 64]), (1.0, [80, 128]), (2.0, [40, 64])])
+def test_window_grows_with_the_noise_of_earlier_steps(noise, sizes):
+    config = Config(pruning=PruningConfig(noise=noise))
+    assert [window_size(config, inflation) for inflation in (1.25, 2.0)] == sizes
 
 
-def test_a_step_considers_as_many_more_prompts_as_pruning_made_earlier_ones_noisier():
-    equal, twice = (Config(pruning=PruningConfig(noise=noise)) for noise in (1.0, 2.0))
-    assert [window_size(equal, inflation) for inflation in (1.0, 1.25, 2.0)] == [64, 80, 128]
-    assert [window_size(twice, inflation) for inflation in (1.0, 1.25, 2.0)] == [32, 40, 64]
-    assert window_size(Config(), 2.0) == 64
+@pytest.mark.parametrize(("found", "seen", "more"), [(70, 80, 0), (32, 64, 64), (48, 64, 22), (0, 64, 64)])
+def test_next_round_is_the_missing_number_over_the_useful_share(found, seen, more):
+    assert next_round(64, found, seen) == more
+
+
+def plan_with(metadata: StepMetadata, *settings: str) -> StepPlan:
+    defaults = ["pruning.prompts.rule=none", "pruning.completions.rule=none"]
+    return plan(metadata, load_config(None, [*defaults, *settings]))
+
+
+def test_groups_of_equal_reward_are_left_out_and_not_divided_by():
+    rewards = np.array([[1.0, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0]])
+    words = ("pruning.prompts.rule=dynamic_sampling", "loss.updates_per_rollout=2")
+    found = plan_with(step_metadata(5, 4, rewards=rewards), *words)
+    assert sorted({int(g) for m in found.minibatches for g in m.samples.group}) == [1, 3, 4]
+    assert sum(m.normaliser for m in found.minibatches) == 3 * 4
+    assert found.metrics["prune/discarded_groups"] == 2.0
+    assert any("dynamic_sampling is biased" in note for note in found.notes)
+
+
+def test_step_without_mixed_groups_trains_on_nothing():
+    found = plan_with(step_metadata(3, 4, rewards=np.ones((3, 4))), "pruning.prompts.rule=dynamic_sampling")
+    assert [m.capacity for m in found.minibatches] == [0]
+    assert any("nothing was kept" in note for note in found.notes)
+    assert any("pruning.max_rounds" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
-    ("found", "looked_at", "more"), [(64, 80, 0), (70, 80, 0), (32, 64, 64), (48, 64, 22), (60, 64, 5), (0, 64, 64)]
+    ("rule", "z"),
+    [
+        ("", 9 * 4),
+        ("prompts.rule=greso", 8 * 4),
+        ("completions.rule=top_k", 9 * 4),
+        ("completions.rule=top_k completions.normaliser=kept", 9 * 2),
+    ],
+    ids=["none", "greso divides by rolled-out prompts", "top_k", "CPPO divides by kept completions"],
 )
-def test_the_next_round_is_what_is_missing_over_what_was_of_use(found: int, looked_at: int, more: int):
-    assert next_round(64, found, looked_at) == more
-
-
-@pytest.mark.parametrize("updates", [1, 2])
-def test_groups_of_equal_reward_are_left_out_and_not_divided_by(updates: int):
-    rewards = np.array([[1.0, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0]])
-    metadata = step_metadata(5, 4, rewards=rewards)
-    base = step_config(rule="none", updates_per_rollout=updates)
-    pruning = replace(base.pruning, prompts=PromptPruningConfig(rule="dynamic_sampling"))
-    plan = plan_step(metadata, replace(base, pruning=pruning), **SETTINGS)
-    assert sorted({int(g) for m in plan.minibatches for g in m.samples.group}) == [1, 3, 4]
-    assert sum(m.normaliser for m in plan.minibatches) == 3 * 4
-    assert plan.metrics["prune/discarded_groups"] == 2.0
-    assert any("dynamic_sampling is biased" in note for note in plan.notes)
-
-
-def test_a_step_without_any_mixed_group_trains_on_nothing():
-    metadata = step_metadata(3, 4, rewards=np.ones((3, 4)))
-    base = step_config(rule="none")
-    pruning = replace(base.pruning, prompts=PromptPruningConfig(rule="dynamic_sampling"))
-    plan = plan_step(metadata, replace(base, pruning=pruning), **SETTINGS)
-    assert [m.capacity for m in plan.minibatches] == [0]
-    assert any("nothing was kept" in note for note in plan.notes)
-    assert any("pruning.max_rounds" in note for note in plan.notes)
-
-
-def test_greso_divides_by_what_it_rolled_out():
-    metadata = step_metadata(4, 4, window=9.0)
-    base = step_config(rule="none")
-    for rule, z in (("none", 9.0 * 4), ("greso", 4.0 * 4)):
-        pruning = replace(base.pruning, prompts=PromptPruningConfig(rule=rule))
-        plan = plan_step(metadata, replace(base, pruning=pruning), **SETTINGS)
-        assert plan.minibatches[0].normaliser == z
-
-
-def test_top_k_divides_by_all_or_as_cppo_has_it_by_what_is_kept():
-    metadata = step_metadata(8, 4, rewards=np.tile([1.0, 0, 0, 0], (8, 1)))
-    base = step_config(rule="top_k", keep=0.5)
-    z = {}
-    for normaliser in ("full", "kept"):
-        completions = replace(base.pruning.completions, normaliser=normaliser)
-        plan = plan_step(metadata, replace(base, pruning=replace(base.pruning, completions=completions)), **SETTINGS)
-        z[normaliser] = plan.minibatches[0].normaliser
-        assert (plan.minibatches[0].samples.weight == 1.0).all()
-        assert any("top_k is biased" in note for note in plan.notes)
-    assert z == {"full": 32.0, "kept": 16.0}
+def test_divisor_and_weights_of_a_rule(rule, z):
+    """Eight of nine prompts were rolled out, with probability 1."""
+    metadata = step_metadata(8, 4, rewards=np.tile([1.0, 0, 0, 0], (8, 1)), window=9.0)
+    words = [f"pruning.{word}" for word in rule.split()]
+    found = plan_with(metadata, "pruning.completions.keep=0.5", *words)
+    assert found.minibatches[0].normaliser == z
+    assert (found.minibatches[0].samples.weight == 1.0).all()
+    assert any("is biased" in note for note in found.notes) == bool(rule)
