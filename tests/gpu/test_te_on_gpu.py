@@ -22,7 +22,7 @@ from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import PolicyLoss
 from tests.laws.test_split_invariance import reverse_order
-from tests.models.test_offload import state_of
+from tests.models.test_optimizer import state_of
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of

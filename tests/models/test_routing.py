@@ -1,19 +1,25 @@
-"""What one router is told and says; whole policies in all layouts are ``trainer/test_routing_replay.py``'s matter."""
+"""One router that replays, and the load of experts; ``trainer/test_routing_replay.py`` replays whole policies."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.models.routing import RouterReplay
+from tests.bridge.directories import Sizes, write_qwen3_moe
+from tests.ranks import RankPool
+from tests.steps import VOCAB, build, config_for, held_by, plan_for, step_of_groups
 
 SCORES = torch.tensor([[0.1, 0.9, 0.5, 0.2], [0.8, 0.3, 0.4, 0.7], [0.6, 0.5, 0.1, 0.2], [0.3, 0.4, 0.9, 0.8]])
 """Four tokens, which choose the experts (1, 2), (0, 3), (0, 1) and (2, 3)."""
 OWN = [[1, 2], [0, 3], [0, 1], [2, 3]]
 TARGET = torch.tensor([[2, 1], [1, 2], [255, 255], [3, 0]], dtype=torch.uint8)
-"""The first token's own in another order, two of others, and one of which nothing is known."""
+"""The first token's own experts in another order, other experts for two tokens; the third token is unknown."""
 
 
 def top_k(scores: torch.Tensor, k: int, **groups: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,18 +32,18 @@ def chosen(router: RouterReplay, scores: torch.Tensor = SCORES) -> list[list[int
     return experts.tolist()
 
 
-def test_known_tokens_go_where_they_are_told_and_others_where_they_like() -> None:
+def test_known_tokens_take_the_replayed_experts() -> None:
     router = RouterReplay(unknown=255)
     router.enter(TARGET, torch.tensor([True, True, True, False]), again=False)
     assert chosen(router) == [[2, 1], [1, 2], OWN[2], [3, 0]]
-    assert [count.tolist() for count in router.counts] == [[2, 1]], "of the tokens to be counted that are known"
+    assert [count.tolist() for count in router.counts] == [[2, 1]], "of counted tokens that are known"
     assert router.chosen is not None and router.chosen.tolist() == [[2, 1], [1, 2], OWN[2], [3, 0]]
     router.enter(None, None, again=False)
     assert chosen(router) == OWN
 
 
-def test_a_layer_that_runs_again_is_told_what_it_was_told_first() -> None:
-    """Two microbatches are on their way before the first one comes back, as in a pipeline."""
+def test_layer_that_runs_again_replays_its_first_target() -> None:
+    """Two microbatches are in flight before the first comes back, as in a pipeline."""
     router, other = RouterReplay(unknown=255), TARGET.flip(0)
     for target in (TARGET, other, None):
         router.enter(target, None, again=True)
@@ -55,9 +61,37 @@ def test_a_layer_that_runs_again_is_told_what_it_was_told_first() -> None:
         chosen(router)
 
 
-def test_gradients_reach_the_scores_of_the_replayed_experts_and_no_others() -> None:
+def test_gradients_reach_the_scores_of_replayed_experts() -> None:
     router, scores = RouterReplay(unknown=255), SCORES.clone().requires_grad_()
     router.enter(TARGET, None, again=False)
     router.get_replay_topk(scores, 2, None, None, top_k)[0].sum().backward()
     assert scores.grad is not None
     assert scores.grad.nonzero().tolist() == [[0, 1], [0, 2], [1, 1], [1, 2], [2, 0], [2, 1], [3, 0], [3, 3]]
+
+
+def loads(rank: int, size: int, config: Config) -> dict[str, float]:
+    world, learner, _ = build(config)
+    metadata, groups = step_of_groups(size)
+    metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
+    return {name.removeprefix("train/busiest_"): metrics[name] for name in metrics if "busiest" in name}
+
+
+def test_busiest_expert_and_rank_are_reported(ranks: RankPool, tmp_path: Path) -> None:
+    """In the last two of four layers all tokens go to the same two experts."""
+    write_qwen3_moe(tmp_path, Sizes(vocab_size=VOCAB, num_hidden_layers=4), experts=4)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in (2, 3):
+        gate = tensors[f"model.layers.{layer}.mlp.gate.weight"].zero_()
+        gate[0], gate[1] = 1e-3, -1e-3  # with either sign of a token's sum, one of them is the largest
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = config_for(tmp_path, LayoutConfig(dp=2), LossConfig(), 64, distributed=True)
+    again = replace(config, model=replace(config.model, recompute="full"))
+    apart = replace(again, layout=LayoutConfig(ep=2, dp=2))
+    (replicated, _), (recomputed, _), (found, other) = ranks.in_turn(2, (loads, config), (loads, again), (loads, apart))
+    assert found == other
+    assert replicated == recomputed
+    for i in range(1, 5):
+        assert found[f"expert_{i}"] == replicated[f"expert_{i}"]
+        assert replicated[f"rank_{i}"] == 1.0
+    for i in (1, 2):
+        assert 1 / 4 < found[f"expert_{i}"] < 1 / 2 < found[f"rank_{i}"] < 1.0
