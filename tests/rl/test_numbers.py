@@ -1,0 +1,164 @@
+"""Numbers from outside are checked, and rewards that differ by rounding are equal wherever rewards are compared."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo import prune
+from megatron_dppo.config import TreeConfig
+from megatron_dppo.config.rollout import BranchConfig
+from megatron_dppo.rl.advantages import group_advantages, minibatch_advantages
+from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth, is_right, without_rounding
+from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
+from megatron_dppo.rl.pruning.draw import census, prune_minibatch
+from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
+from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.schedule import mixed
+from megatron_dppo.rl.trees import tree_advantages
+from megatron_dppo.rl.types import SEGMENT
+from tests.rl.plans import made_up_pool, step_config, step_metadata
+
+EQUAL = np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15, 0.6 / 2.0]])
+RIGHT = np.array([[0.7 + 0.2 + 0.1, 1.0, 0.1 * 3 + 0.7, 0.8 + 0.1 + 0.1]])
+SINGLE = np.float32(0.1) * np.array([[3, 1, 2, 1]], np.float32) + np.float32(0.1) * np.array([[4, 6, 5, 6]], np.float32)
+"""0.7 in single precision, added up in three ways."""
+ONE_MORE = np.array([[1.0, 0.0, 0.0, 0.0]])
+PADDED = np.array([[True, True, True, False]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (np.float32(0.5), 0.5),
+        (torch.tensor(0.5, dtype=torch.bfloat16), 0.5),
+        (Decimal("0.5"), 0.5),
+        (Fraction(1, 2), 0.5),
+        (10**400, math.inf),
+        (Decimal("sNaN"), math.nan),
+        *((nothing, None) for nothing in (None, "0.5", [0.5], np.array([0.5]), 1j, np.complex64(1), b"1")),
+    ],
+)
+def test_scalars_of_every_kind_are_numbers(value: object, number: float | None) -> None:
+    assert as_number(value) == number or np.isnan([as_number(value), number]).all()
+    assert as_truth(value) is None
+
+
+@pytest.mark.parametrize("value", [True, 1.0, np.bool_(True), torch.tensor(1), Decimal(1)], ids=repr)
+def test_truth_is_true_or_one(value: object) -> None:
+    assert as_truth(value) is True
+    assert as_truth(1 - as_number(value)) is False
+
+
+@pytest.mark.parametrize("value", ["true", "1", 2, -1, np.array([True]), [True], object()], ids=repr)
+def test_other_values_are_neither_true_nor_false(value: object) -> None:
+    assert as_truth(value) is None
+
+
+def test_masks_are_true_and_false() -> None:
+    for mask in ([True, False], [1.0, 0.0], torch.tensor([1, 0])):
+        assert as_mask(mask).tolist() == [True, False]
+        assert as_mask(mask).dtype == np.bool_
+    for mask in ([1, 0.5], [1, math.nan], [True, "no"], [1, None], [1, [0]]):
+        with pytest.raises(ValueError):
+            as_mask(mask)
+
+
+def test_log_probabilities_are_at_most_zero_where_read() -> None:
+    read = as_logprobs([-1.0, 1e-6, -0.0, 7.0], np.array([True, True, True, False]))
+    assert read.tolist() == [-1.0, 0.0, 0.0, 7.0]
+    assert read.dtype == np.float32
+    for bad in (0.01, None, math.nan, -math.inf, "a"):
+        with pytest.raises(ValueError, match="log-probabilities"):
+            as_logprobs([-1.0, bad])
+
+
+@pytest.mark.parametrize("scale", [1e-200, -1.0, 1e9])
+@pytest.mark.parametrize("rewards", [EQUAL, RIGHT, SINGLE.astype(float)], ids=["thirds", "ones", "single"])
+def test_rounding_is_no_advantage_at_any_scale(rewards: np.ndarray, scale: float) -> None:
+    assert len(np.unique(rewards)) > 1, "the case is meant to be one of rounding"
+    for normalise in (True, False):
+        assert (group_advantages(scale * rewards, normalise=normalise) == 0.0).all()
+    assert not prune([[9, 9, 9, 9]], scale * rewards).mask.any()
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e9])
+def test_more_than_rounding_is_an_advantage(scale: float) -> None:
+    rewards = scale * np.array([[1.0, 1.0 - 1e-6, 1.0, 1.0]])
+    found = group_advantages(rewards, normalise=True)
+    np.testing.assert_allclose(found, [[3**-0.5, -(3**0.5), 3**-0.5, 3**-0.5]], rtol=1e-6)
+
+
+def test_equal_rewards_beside_others_have_equal_advantages() -> None:
+    rewards = np.array([[1.0, *EQUAL[0]], [0.3, 0.3, 0.0, *SINGLE[0, :2]]])
+    one, two = group_advantages(rewards, normalise=True)
+    assert len(set(one[1:])) == 1 and one[0] > 0.0
+    assert len(set(two)) == 3 and two[0] == two[1] and two[3] == two[4]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+def test_no_baseline_makes_an_advantage_of_rounding(name: str) -> None:
+    rewards = np.array([[*EQUAL[0], 7.0], [*EQUAL[0, ::-1], -7.0]])
+    found = minibatch_advantages(rewards, np.ones(2), OBJECTIVES[name], np.arange(5) < np.array([[4], [4]]))
+    assert (found == 0.0).all(), "the last column takes no part"
+
+
+@pytest.mark.parametrize("baseline", ["mixed", "depth"])
+def test_tree_has_no_advantage_of_rounding(baseline: str) -> None:
+    tree = TreeConfig(branches=(BranchConfig(at=1, children=2),), baseline=baseline)
+    segments = np.zeros((1, 4, 2), SEGMENT)
+    segments["tokens"], segments["weight"] = (1, 2), 1.0
+    assert (tree_advantages(EQUAL, segments, tree) == 0.0).all()
+    assert tree_advantages(EQUAL + ONE_MORE, segments, tree).any()
+
+
+def test_rounding_makes_no_mixed_group() -> None:
+    rewards = np.array([EQUAL[0], RIGHT[0], [1.0, 0.0, 1.0, 1.0]])
+    assert mixed(step_metadata(3, 4, rewards=rewards)).tolist() == [2]
+
+
+def test_reward_history_takes_rounding_for_equality() -> None:
+    history, ids = PromptHistory(0.5), np.array([1, 2])
+    rewards = np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])])
+    history.update(ids, rewards, group_advantages(rewards, normalise=True))
+    assert history.binary
+    assert history.equal_visits(ids).tolist() == [1, 0]
+    alpha, beta = history.posterior(ids)
+    assert (alpha - beta) - (alpha - beta)[1] == pytest.approx([4.0, 0.0]), "four right; two right and two wrong"
+    history.update(ids[:1], EQUAL, group_advantages(EQUAL, normalise=True))
+    assert not history.binary
+    assert history.equal_visits(ids[:1]).tolist() == [2]
+
+
+def test_forecast_takes_rounding_for_equality() -> None:
+    known = PromptForecast(0.9, PromptFeatures(made_up_pool(4)), "auto")
+    one, zeros = np.ones(2), np.zeros((2, 4))
+    for visits, rewards in ((1, [RIGHT[0], 1.0 - RIGHT[0]]), (2, [EQUAL[0], EQUAL[0]])):
+        known.judge_and_learn(Outcomes(np.array([0, 1]), np.array(rewards), zeros, squares=one, tokens=one))
+        assert known.binary == (visits == 1)
+        assert known.equal_visits(np.array([0, 1])).tolist() == [visits, visits]
+
+
+def test_census_counts_two_rewards() -> None:
+    config = step_config(kl_coef=0.1)
+    rewards = np.array([[*EQUAL[0], 1.0], [*RIGHT[0], 0.0], [0.1, 0.1, 0.1, 0.1, 0.1]])
+    metadata = step_metadata(3, 5, rewards=rewards)
+    draw = prune_minibatch(metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(0))
+    found = census([(metadata, draw)])
+    assert found.binary
+    assert [cell[2] for cell in found.by_reward] == [1, 4, 4, 1], "five of equal reward have no advantage"
+
+
+def test_ones_and_zeros_are_exact_and_padding_stays() -> None:
+    rewards = np.array([[1.0 - 2**-53, 2.0**-60, 0.5, 3.0], [-0.0, 0.0, 0.0, np.nan]])
+    np.testing.assert_array_equal(without_rounding(rewards, PADDED), [[1.0, 0.0, 0.5, 3.0], [0.0, 0.0, 0.0, np.nan]])
+
+
+def test_one_is_right_in_every_order_of_addition() -> None:
+    assert all(map(is_right, RIGHT[0].tolist()))
+    assert is_right(1.5) and not is_right(1.0 - 1e-6) and not is_right(float("nan"))
