@@ -138,10 +138,10 @@ def test_reward_history_takes_rounding_for_equality() -> None:
 def test_forecast_takes_rounding_for_equality() -> None:
     known = PromptForecast(0.9, PromptFeatures(made_up_pool(4)), "auto")
     one, zeros = np.ones(2), np.zeros((2, 4))
-    for visits, rewards in ((1, [RIGHT[0], 1.0 - RIGHT[0]]), (2, [EQUAL[0], EQUAL[0]])):
+    for visits, rewards in ((1, [*RIGHT, *(1.0 - RIGHT + ONE_MORE)]), (2, [*EQUAL, *EQUAL])):
         known.judge_and_learn(Outcomes(np.array([0, 1]), np.array(rewards), zeros, squares=one, tokens=one))
         assert known.binary == (visits == 1)
-        assert known.equal_visits(np.array([0, 1])).tolist() == [visits, visits]
+        assert known.equal_visits(np.array([0, 1])).tolist() == [visits, visits - 1]
 
 
 def test_census_counts_two_rewards() -> None:
