@@ -58,8 +58,8 @@ class Arm:
 
 
 ARMS = {
-    BASELINE: Arm(24, 5.6e-5, OFF, "#475569"),
-    LIKE: Arm(44, 4e-5, (*OFF, SIXTEEN), "#94a3b8"),
+    BASELINE: Arm(24, 5.6e-5, OFF, "#94a3b8"),
+    LIKE: Arm(44, 4e-5, (*OFF, SIXTEEN), "#475569"),
     EQUAL_NOISE: Arm(44, 4e-5, ("pruning.noise=1", SIXTEEN), "#7c3aed"),
     "pruned, mild": Arm(36, 4.7e-5, MILD, "#2563eb"),
     "pruned, strong": Arm(48, 3.5e-5, FEW, "#ea580c"),
@@ -185,25 +185,40 @@ def at_equal_noise(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+DRAWN = (LIKE, "pruned, mild", TRL)
+
+
 def draw(runs: Sequence[dict[str, Any]], out: Path) -> None:
-    """Accuracy over minutes: a thin line for each run, a thick one for the mean of an arm."""
+    """Draw accuracy over minutes: the mean of each arm of ``DRAWN``, and the range of its seeds as a band."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.6), dpi=160, facecolor="white", layout="constrained")
     panel = figure.subplots()
-    for name, own in ARMS.items():
+    ends = {}
+    for name in DRAWN:
         curves = [run["points"] for run in runs if run["arm"] == name]
-        for curve in curves:
-            panel.plot([s / 60 for s, _ in curve], [100 * a for _, a in curve], color=own.colour, alpha=0.25, lw=1)
-        means = [tuple(map(statistics.fmean, zip(*each, strict=True))) for each in zip(*curves, strict=True)]
-        if means:
-            minutes, values = [s / 60 for s, _ in means], [100 * a for _, a in means]
-            panel.plot(minutes, values, color=own.colour, lw=2.5, marker="o", ms=4, label=name)
+        colour = ARMS[name].colour
+        minutes = [statistics.fmean(seconds) / 60 for seconds in zip(*([s for s, _ in c] for c in curves), strict=True)]
+        accuracies = [[100 * a for a in each] for each in zip(*([a for _, a in c] for c in curves), strict=True)]
+        means = [statistics.fmean(each) for each in accuracies]
+        panel.fill_between(
+            minutes, *zip(*((min(a), max(a)) for a in accuracies), strict=True), color=colour, alpha=0.12
+        )
+        panel.plot(minutes, means, color=colour, lw=2.5, marker="o", ms=4)
+        seeds = f"{len(curves)} seeds" if len(curves) > 1 else "one seed"
+        panel.annotate(f"{name}, {seeds}", (minutes[-1], means[-1]), (8, -3), textcoords="offset points", color=colour)
+        ends[name] = minutes[-1], means[-1]
+    low, high = sorted(ends[name][1] for name in DRAWN if name != TRL)
+    soon = max(ends[name][0] for name in DRAWN if name != TRL)
+    late, trl = ends[TRL]
+    conclusion = f"{low:.0f}–{high:.0f}% after {soon:.0f} minutes, TRL {trl:.0f}% after {late:.0f}"
+    conclusion += ". Pruning is as fast as a smaller batch"
+    panel.set_title(conclusion, loc="left", fontweight="bold")
+    panel.set_ylabel("held-out accuracy [%], SmolLM2-135M")
     panel.set_xlabel("minutes of training on two cores", loc="right")
-    panel.set_title("Held-out accuracy [%], SmolLM2-135M on problems of two steps", loc="left", fontweight="bold")
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis="y", color="#e2e8f0")
-    panel.legend(frameon=False)
+    panel.set_xlim(0, 1.12 * max(minutes for minutes, _ in ends.values()))
     figure.savefig(out)
 
 

@@ -20,14 +20,14 @@ TAKES = re.compile(r"\*\*(no|one|two|three) new files?, (no|one|two|three) edite
 
 
 @pytest.mark.parametrize("document", [document for document in MAIN if document not in RECIPES])
-def test_the_commands_of_a_page_work_in_their_order(document: str, quickstart: Path, tmp_path: Path) -> None:
+def test_commands_of_a_page_work_in_their_order(document: str, quickstart: Path, tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, document, quickstart)
     for command in MAIN[document]:
         sandbox.type(command)
 
 
 @pytest.mark.parametrize("section", FOLLOWED)
-def test_a_recipe_takes_as_many_files_as_its_first_lines_say(section: str, quickstart: Path, tmp_path: Path) -> None:
+def test_recipe_takes_as_many_files_as_announced(section: str, quickstart: Path, tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, section, quickstart)
     for command in commands(section):
         if (way := way_of(command)) and way.suite == "main":
@@ -41,32 +41,32 @@ def test_a_recipe_takes_as_many_files_as_its_first_lines_say(section: str, quick
     assert TAKES.findall(first_lines) == [(numbers[len(new)], numbers[len(edited)])], (new, edited)
 
 
-def test_every_way_to_extend_the_project_has_a_recipe() -> None:
+def test_every_extension_has_a_recipe() -> None:
     page = text_of("docs/architecture.md")
     assert [recipe for recipe in RECIPES if f"| [a recipe]({recipe.removeprefix('docs/')}) |" not in page] == []
 
 
-def test_there_is_a_way_to_run_every_command() -> None:
+def test_every_command_is_run_somewhere() -> None:
     assert [f"{c.document}: {c.text}" for c in all_commands() if way_of(c) is None] == []
 
 
-def test_no_way_is_left_over() -> None:
+def test_every_row_of_the_table_is_used() -> None:
     used = {way.commands for command in all_commands() if (way := way_of(command))}
     assert {way.commands for way in WAYS} - used == set()
 
 
-def test_what_is_run_elsewhere_is_run_there() -> None:
+def test_commands_run_elsewhere_are_run_there() -> None:
     assert [way.commands for way in WAYS if way.suite == "elsewhere" and not is_run_elsewhere(way)] == []
 
 
-def test_what_is_run_nowhere_says_so_on_its_line_and_nothing_else_does() -> None:
+def test_commands_run_nowhere_are_marked_on_their_line() -> None:
     lines = [line for document in DOCUMENTS for line in text_of(document).splitlines()]
     marked = {line.removesuffix(NOT_RUN).strip() for line in lines if line.endswith(NOT_RUN)}
     nowhere = {text for texts in typed_in("nowhere").values() for text in texts}
     assert nowhere and marked == nowhere
 
 
-def test_the_image_s_versions_are_the_page_s_and_those_of_the_tested_servers() -> None:
+def test_versions_of_the_image_equal_the_tested_ones() -> None:
     image, page = (ROOT / "docker/Dockerfile").read_text(), text_of("docs/gpu.md")
     listed = (ROOT / "tests/servers/requirements-sglang.txt").read_text()
     pinned = dict(re.findall(r"^ARG (\w+)=(\S+)$", image, re.MULTILINE))
@@ -79,16 +79,3 @@ def test_the_image_s_versions_are_the_page_s_and_those_of_the_tested_servers() -
         subprocess.run(["bash", "-n", "-c", command], check=True)
     copied = (ROOT / "docker/Dockerfile.dockerignore").read_text().split()
     assert all((ROOT / name[1:]).exists() for name in copied if name.startswith("!"))
-
-
-def test_every_page_with_commands_is_read() -> None:
-    """The extractor is not blind: what a page shows between fences and in its prose is found."""
-    found = {command.text for command in all_commands()}
-    assert {
-        "bash scripts/quickstart.sh",
-        "megatron-dppo plan CONFIG",
-        "python tools/convert_ckpt/hf_to_megatron.py runs/seed_oss runs/seed_oss_megatron --verify",
-        "sbatch --ntasks-per-node=8 scripts/slurm/qwen3_4b_dppo.sh rollout.colocated=true rollout.launch.count=8 "
-        "rollout.ahead=0 rollout.sync.transport=disk rollout.sync.folder=/dev/shm/megatron_dppo "
-        "rollout.launch.flags=[--mem-fraction-static=0.7]",
-    } <= found

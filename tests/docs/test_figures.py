@@ -1,20 +1,153 @@
-"""Tables of measurements are made from the stored figures, and each stored figure has its origin."""
+"""Figures on pages are those of the stored measurements and of the planner, and each stored figure has its origin."""
 
 from __future__ import annotations
 
 import json
+import re
 import runpy
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
-from tests.docs.documents import ROOT
+from megatron_dppo.estimate.assumptions import GIB, read_assumptions
+from megatron_dppo.estimate.plan import make_plan
+from megatron_dppo.settings import load_config
+from tests.docs.documents import ROOT, text_of
 
 FIGURES = runpy.run_path(str(ROOT / "tools/site/figures.py"))
+MEASURED, ADVICE, RUNS, README = "docs/pruning_measured.md", "docs/pruning.md", "docs/runs.md", "README.md"
+
+
+def read_figures(script: str) -> list[dict[str, Any]]:
+    """Return the figures of each recorded command of a script."""
+    stored = json.loads((FIGURES["RESULTS"] / f"{script}.json").read_text(encoding="utf-8"))
+    return [command["figures"] for command in stored.values()]
+
+
+TIMES = {figures["task"]: figures for figures in read_figures("time_to_accuracy")}
+STAGES = {figures["task"]: figures["stages"] for figures in read_figures("efficiency")}
+CURVES, BESIDE_TRL, EQUAL_NOISE = (figures["runs"] for figures in read_figures("real_curves"))
+
+
+def describe_efficiency() -> list[tuple[str, str]]:
+    claims = []
+    for task in ("sums", "word_problems"):
+        early, middle, late = (f"{stage['default_efficiency']:.2f}" for stage in STAGES[task])
+        claims += [(page, f"{early}, {middle} and {late} times") for page in (MEASURED, ADVICE)]
+    early, late = (f"{stage['default_efficiency']:.2f}" for stage in STAGES["smollm2_steps"])
+    claims += [(page, f"{early} and {late} times") for page in (MEASURED, ADVICE)]
+    stages = [stage for task in STAGES.values() for stage in task]
+    of_best = sorted(stage["default_over_bound"] for stage in stages)
+    claims.append((ADVICE, f"{of_best[0]:.2f} to {of_best[-1]:.2f} of the best draw found"))
+    efficiency = sorted(stage["default_efficiency"] for stage in stages)
+    claims.append((README, f"[{efficiency[0]:.2f} to {efficiency[-1]:.2f} times]"))
+    return claims
+
+
+def describe_picture() -> tuple[str, str]:
+    """The text beside ``real_curves.png``, which ``benchmarks/real_curves.py`` draws."""
+    points = {arm: [run["points"] for run in CURVES if run["arm"] == arm] for arm in {run["arm"] for run in CURVES}}
+    ours = [points["unpruned, 16 prompts"], points["pruned, mild"]]
+    first = fmean(100 * seed[0][1] for seed in ours[0])
+    low, high = sorted(fmean(100 * seed[-1][1] for seed in arm) for arm in ours)
+    minutes = max(fmean(seed[-1][0] / 60 for seed in arm) for arm in ours)
+    ((_, (soon, early), *_, (late, last)),) = points["TRL, 16 prompts"]
+    trl = f"TRL is at {100 * early:.0f}% after {soon / 60:.0f} minutes and {100 * last:.0f}% after {late / 60:.0f}"
+    return README, f"from {first:.0f}% to {low:.0f}–{high:.0f}% within {minutes:.0f} minutes. {trl}, one seed"
+
+
+def describe_time_beside_trl() -> tuple[str, str]:
+    trl, ours = (run["points"] for run in BESIDE_TRL)
+    assert max(accuracy for _, accuracy in trl) < 0.5
+    (start, low), (end, high) = next(pair for pair in pairwise(ours) if pair[1][1] >= 0.5)
+    reached = start + (end - start) * (0.5 - low) / (high - low)
+    return RUNS, f"reached 50% after {reached:.0f} s: at least {trl[-1][0] / reached:.1f} times faster"
+
+
+def describe_equal_noise() -> tuple[str, str]:
+    ends = {(run["arm"], run["seed"]): run["points"][-1] for run in EQUAL_NOISE}
+    ratios = [ends["unpruned, 16 prompts", seed][0] / ends["equal noise, 16 prompts", seed][0] for seed in (2, 3)]
+    return RUNS, "{:.2f} and {:.2f} times faster on seeds 2 and 3".format(*ratios)
+
+
+def describe_whole_runs() -> tuple[str, str]:
+    ratios = [f"{figures['equal_noise_run_ratio']['ratio']:.2f}" for figures in TIMES.values()]
+    return README, " and ".join(ratios)
+
+
+CLAIMS = [
+    *describe_efficiency(),
+    describe_picture(),
+    describe_time_beside_trl(),
+    describe_equal_noise(),
+    describe_whole_runs(),
+]
+
+
+@pytest.mark.parametrize(("page", "claim"), CLAIMS)
+def test_figure_on_a_page_equals_the_stored_one(page: str, claim: str) -> None:
+    assert claim in " ".join(text_of(page).split())
+
+
+def test_no_pruned_arm_is_certainly_faster_to_an_accuracy() -> None:
+    for figures in TIMES.values():
+        pruned = [arm for name, arm in figures["arms"].items() if not name.startswith("unpruned")]
+        assert all(arm["time_ratio"]["interval"][0] < 1 for arm in pruned)
+
+
+@pytest.mark.parametrize("rule", ["threshold (DPPO's paper)", "dynamic sampling (DAPO)"])
+def test_rules_called_slower_on_sums_are_certainly_slower(rule: str) -> None:
+    assert TIMES["sums"]["arms"][f"{rule}, 32 prompts"]["time_ratio"]["interval"][1] < 1
+
+
+@pytest.mark.parametrize("prompts", [8, 16])
+def test_pooled_ratio_equals_the_stored_runs(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from harness import paired_ratio
+
+    arms = [figures["arms"] for figures in TIMES.values()]
+    seconds = [
+        [second for arm in arms for second in arm[name]["seconds_by_seed"]]
+        for name in (f"unpruned, {prompts} prompts", "default, 32 prompts")
+    ]
+    ratio = paired_ratio(*seconds)
+    claim = "{:.2f} [{:.2f}, {:.2f}] times faster than {}".format(ratio["ratio"], *ratio["interval"], prompts)
+    assert claim in " ".join(text_of(MEASURED).split())
+
+
+@pytest.mark.parametrize("task", TIMES)
+def test_every_run_of_a_seed_is_stored(task: str) -> None:
+    lines = (FIGURES["RESULTS"] / f"time_to_accuracy_{task}.jsonl").read_text().splitlines()
+    seeds = {(run["arm"], run["lr"], run["seed"]) for run in map(json.loads, lines)}
+    assert {(name, arm["lr"], seed) for name, arm in TIMES[task]["arms"].items() for seed in range(1, 6)} <= seeds
+
+
+def test_planned_figures_equal_the_planner() -> None:
+    rows = dict(re.findall(r"^\[[\w.-]+\]\(configs/(\S+)\) \| (.*) \| \S+$", text_of(README), re.MULTILINE))
+    row = r"^\| `(qwen3_\S+)` \| ([\d+]+ \| (?:all|adapters) .*) \|$"
+    others = dict(re.findall(row, text_of("docs/scaling.md"), re.MULTILINE))
+    assert rows.keys() | others.keys() == {file.name for file in (ROOT / "configs").glob("qwen3_*.yaml")}
+    for name, shown in (rows | others).items():
+        plan = make_plan(load_config(str(ROOT / "configs" / name), []), read_assumptions([]))
+        trained = "adapters" if plan.config.model.lora.rank else "all"
+        apart = f"{plan.placement.ranks}+{sum(plan.placement.servers)}"
+        gpus = f"{plan.placement.gpus}" if plan.placement.shared else apart
+        gpus += f" | {trained}" if name in others else ""
+        seconds = f"{plan.unpruned.seconds:.0f} | {plan.pruned.seconds:.0f}"
+        assert shown == f"{gpus} | {plan.actor.total / GIB:.0f} | {seconds}", name
+
+
+def test_each_result_of_the_readme_stands_on_its_page() -> None:
+    rows = re.findall(r"^\[[^\]]+\]\((docs/[\w.]+\.md)[^)]*\)[^|\n]*\| (.+)$", text_of(README), re.MULTILINE)
+    assert 4 <= len(rows) <= 8
+    assert [(page, figure) for page, figure in rows if figure not in text_of(page)] == []
 
 
 @pytest.mark.parametrize("file", [pytest.param(file, id=file.name) for file in FIGURES["pages"]()])
-def test_the_tables_of_a_page_are_those_of_the_stored_figures(file: Path) -> None:
+def test_tables_of_a_page_equal_the_stored_figures(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert text == FIGURES["with_tables"](text)
 
@@ -25,8 +158,8 @@ def test_every_table_is_shown() -> None:
 
 
 @pytest.mark.parametrize("file", [pytest.param(file, id=file.name) for file in FIGURES["RESULTS"].glob("*.json")])
-def test_every_figure_is_stored_with_its_origin_in_the_file_of_its_script(file: Path) -> None:
-    for command, found in json.loads(file.read_text(encoding="utf-8")).items():
-        assert found.keys() == {"commit", "date", "processor", "figures"}, command
+def test_every_stored_figure_has_its_origin(file: Path) -> None:
+    for command, stored in json.loads(file.read_text(encoding="utf-8")).items():
+        assert stored.keys() == {"commit", "date", "processor", "figures"}, command
         assert file.name == "earlier.json" or command.split()[0] == f"{file.stem}.py"
     assert file.name == "earlier.json" or (ROOT / "benchmarks" / f"{file.stem}.py").is_file()

@@ -1,7 +1,8 @@
-"""The site is whole: it builds without a warning, no link of any page is dead, and it asks nobody for anything."""
+"""Pages and site: links, names of files, settings and metrics exist, and the site builds without a warning."""
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 from html import unescape
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_dppo.observe.timers import PHASES
 from megatron_dppo.settings import load_config, sections, settings
 from tests.docs.documents import DOCUMENTS, ROOT, blocks, commands, prose, spans
 from tests.docs.sandbox import Sandbox
@@ -34,27 +36,26 @@ def _anchors(site: Path, page: str) -> set[str]:
     return {unescape(name) for name in re.findall(r'\bid="([^"]+)"', html)}
 
 
-def test_the_site_builds_and_every_setting_has_its_place(site: Path) -> None:
+def test_site_builds_and_shows_every_setting(site: Path) -> None:
     assert settings().keys() <= _anchors(site, "settings")
     assert [setting.key for setting in settings().values() if not setting.meaning] == []
     assert "MISSING" not in (site / "settings.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["settings", "command"])
-def test_a_reference_page_is_that_of_the_code(name: str) -> None:
+def test_reference_page_equals_the_code(name: str) -> None:
     run = runpy.run_path(str(ROOT / f"tools/site/{name}_page.py"))
     current = run["PAGE"].read_text(encoding="utf-8") == run[f"{name}_page"]()
     assert current, f"the code has changed since python tools/site/{name}_page.py wrote {run['PAGE'].name}"
 
 
-def test_a_page_asks_nobody_else_for_anything(site: Path) -> None:
-    """Readers are told of by no font, script, picture or beacon."""
+def test_pages_request_nothing_from_other_hosts(site: Path) -> None:
     asked = re.compile(r"<(?:script|img|iframe|source)[^>]+src=\"?(?:https?:)?//|<link[^>]+href=\"?(?:https?:)?//")
     assert {page.name for page in site.rglob("*.html") if asked.search(page.read_text(encoding="utf-8"))} == set()
 
 
 @pytest.mark.parametrize("document", [page for page in PAGES if not page.startswith("docs/")])
-def test_no_link_of_a_page_at_the_root_is_dead(document: str, site: Path) -> None:
+def test_links_of_a_page_at_the_root_work(document: str, site: Path) -> None:
     for place, anchor in LINK.findall(prose(document)):
         assert (ROOT / place).exists(), f"{document} links to {place}"
         if anchor and place.startswith("docs/"):
@@ -62,7 +63,7 @@ def test_no_link_of_a_page_at_the_root_is_dead(document: str, site: Path) -> Non
 
 
 @pytest.mark.parametrize("document", PAGES)
-def test_every_setting_that_a_page_names_exists(document: str) -> None:
+def test_settings_named_by_a_page_exist(document: str) -> None:
     """Those of its commands and of its prose, with their values; a page that changes the settings has its own."""
     changes_them = any(block.language == "diff" and "config/" in block.text for block in blocks(document))
     for text in (*(command.text for command in commands(document)), *spans(document)):
@@ -76,14 +77,30 @@ def test_every_setting_that_a_page_names_exists(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", PAGES)
-def test_every_configuration_that_a_page_shows_can_be_read(document: str, tmp_path: Path) -> None:
+def test_configurations_shown_by_a_page_can_be_read(document: str, tmp_path: Path) -> None:
     for block in blocks(document):
         if block.language == "yaml" and isinstance(yaml.safe_load(block.text), dict):
             (file := tmp_path / "shown.yaml").write_text(block.text, encoding="utf-8")
             load_config(str(file), [])
 
 
-def test_the_citation_names_this_version() -> None:
+def test_citation_names_this_version() -> None:
     from megatron_dppo import __version__
 
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+
+
+def test_files_named_by_pages_exist() -> None:
+    place = re.compile(r"(?:benchmarks|configs|megatron_dppo|scripts|tests|tools)/[\w/.]*")
+    named = {(document, span) for document in DOCUMENTS for span in spans(document) if place.fullmatch(span)}
+    assert {(document, span) for document, span in named if not (ROOT / span).exists()} == set()
+
+
+def test_exactly_the_metrics_of_the_code_are_described() -> None:
+    metric = re.compile(r"(?:rollout|reward|prune|pack|train|perf|eval)/[a-z_\d]*[a-z](?:/[a-z]+)?")
+    nodes = [node for file in (ROOT / "megatron_dppo").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    written = {text for text in texts if metric.fullmatch(text)} | {f"perf/{phase}_time" for phase in PHASES}
+    described = {span for span in spans("docs/metrics.md") if metric.fullmatch(span)}
+    assert written - described <= {"perf/reward_time"}  # summed into the time of rollouts
+    assert described - written <= {"perf/save_time"}  # the checkpoint writer's own timer

@@ -53,7 +53,7 @@ class Way:
         return f"{text} {self.append}".strip()
 
 
-CI = ".ci/run"
+CI, NIGHTLY = ".ci/run", "scripts/nightly.sh"
 NOT_RUN = "# not run here"
 PLACEHOLDERS = {"CONFIG": "configs/quickstart.yaml"}
 EVALUATED = f"{LAYOUT} rollout.max_response_tokens=8 eval.max_response_tokens=8 --problems 2"
@@ -63,22 +63,27 @@ WAYS = (
     Way(
         r"bash scripts/quickstart\.sh --policy smollm2",
         "elsewhere",
-        by=(CI, "bash scripts/quickstart.sh --policy smollm2 run"),
+        by=(NIGHTLY, "bash scripts/quickstart.sh --policy smollm2 run"),
     ),
     Way(
         r"bash scripts/quickstart\.sh --policy smollm2 --servers vllm",
         "elsewhere",
-        by=(CI, "bash scripts/quickstart.sh --policy smollm2 --servers vllm"),
+        by=(NIGHTLY, "bash scripts/quickstart.sh --policy smollm2 --servers vllm"),
     ),
     Way(r"bash scripts/quickstart\.sh", "elsewhere", by=(CI, "bash scripts/quickstart.sh")),
-    Way(r"bash scripts/chaos\.sh 100", "elsewhere", by=(CI, "bash scripts/chaos.sh 6\n")),
-    Way(r"bash scripts/chaos\.sh 100 --servers", "elsewhere", by=(CI, "bash scripts/chaos.sh 5 --servers\n")),
-    Way(r"bash scripts/test\.sh", "elsewhere", by=(CI, "bash scripts/test.sh\n")),
+    Way(r"bash scripts/chaos\.sh 100", "elsewhere", by=(NIGHTLY, "bash scripts/chaos.sh 10 ;;")),
+    Way(r"bash scripts/chaos\.sh 100 --servers", "elsewhere", by=(NIGHTLY, "bash scripts/chaos.sh 10 --servers")),
+    Way(r"bash scripts/test\.sh( --all)?", "elsewhere", by=(CI, "bash scripts/test.sh --all")),
     Way(r"bash scripts/test\.sh --servers", "elsewhere", by=(CI, "bash scripts/test.sh --servers")),
     Way(r"bash scripts/test\.sh --slurm", "elsewhere", by=(CI, "bash scripts/test.sh --slurm")),
     Way(r"bash scripts/test\.sh --newest", "elsewhere", by=(CI, "bash scripts/test.sh --newest")),
-    Way(r"bash scripts/test\.sh --trl", "elsewhere", by=(CI, "bash scripts/test.sh --trl")),
-    Way(r"bash scripts/test\.sh --browser", "elsewhere", by=(CI, "bash scripts/test.sh --browser")),
+    Way(
+        r"bash scripts/test\.sh --(browser|trl|verl)",
+        "elsewhere",
+        by=(NIGHTLY, "browser | trl | verl) bash scripts/test.sh"),
+    ),
+    Way(r"bash scripts/(nightly|lint)\.sh", "elsewhere", by=("scripts/lint.sh", "scripts/{lint,nightly,test")),
+    Way(r"bash scripts/test\.sh --measure", "elsewhere", by=("scripts/test.sh", "(--measure)")),
     Way(r"python -m pytest tests/rehearsal", "elsewhere", by=("scripts/test.sh", "tests/rehearsal\n")),
     Way(r"bash scripts/docs\.sh", "elsewhere", by=("tests/docs/test_site.py", "bash scripts/docs.sh")),
     Way(
@@ -86,9 +91,13 @@ WAYS = (
         "elsewhere",
         by=("tests/docs/test_site.py", "tools/site/{name}_page.py"),
     ),
-    Way(r"ruff check \. && ruff format --check \.", "elsewhere", by=("scripts/test.sh", "ruff format --check .")),
-    Way(r"pip install \"\.\[wandb,mlflow,trackio\]\"", "elsewhere", by=(CI, ",wandb,mlflow,trackio")),
-    Way(r"mypy", "elsewhere", by=("scripts/test.sh", "mypy")),
+    Way(r"ruff check \. && ruff format --check \.", "elsewhere", by=("scripts/lint.sh", "ruff format --check .")),
+    Way(
+        r"pip install \"\.\[wandb,mlflow,trackio\]\"",
+        "elsewhere",
+        by=(CI, "mlflow,mutation,nemo-run,reasoning-gym,trackio,verifiers,wandb"),
+    ),
+    Way(r"mypy", "elsewhere", by=("scripts/lint.sh", "mypy")),
     Way(r"source \.venv/bin/activate", "elsewhere", by=("scripts/quickstart.sh", "source $(printf")),
     # Looking, planning, checking.
     Way(r"megatron-dppo doctor"),
@@ -119,7 +128,7 @@ WAYS = (
     Way(r"python benchmarks/house\.py"),
     Way(r"python -m pytest tests/laws/test_parity\.py -k SeedOss"),
     # The suite runs them anyway.
-    Way(r"python -m pytest tests/laws/test_unbiasedness\.py -k \w+", append="--collect-only -q"),
+    Way(r"python -m pytest tests/laws(/test_unbiasedness\.py)? -k \w+", append="--collect-only -q"),
     # For a GPU: its tests skip themselves elsewhere, its benchmark is tiny, its extra is looked for and not installed.
     Way(r"NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m pytest -s -m gpu tests/gpu"),
     Way(
