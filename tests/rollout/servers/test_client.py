@@ -1,123 +1,316 @@
-"""What is asked of an SGLang server for completions."""
+"""Requests to SGLang and vLLM servers and their answers, as both clients translate them; no server runs."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
+import io
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import RoutingShape
-from megatron_dppo.rollout.servers.client import GenerateRequest
+from megatron_dppo.rollout.servers.client import (
+    ROUTING_FLAG,
+    GenerateRequest,
+    Manifest,
+    ServerClient,
+    least_entropies,
+)
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.pool import ServerPool
 from megatron_dppo.rollout.servers.sglang import SglangClient
+from megatron_dppo.rollout.servers.vllm import EXTENSION, GIVEN_BY, LOAD_ADAPTER, LOCK, PLUGIN, SPEC, VllmClient
 from megatron_dppo.settings import load_config
 
+REQUEST = GenerateRequest([3, 4], samples=1, max_tokens=8, temperature=1.0, stop_token_ids=(5, 6), seed=7)
+ROUTED = replace(REQUEST, routing=RoutingShape(layers=3, per_token=2, experts=6))
+EXPERTS = np.arange(4 * 3 * 2).reshape(4, 3, 2) % 6
+"""Of two tokens of the prompt and three of the answer, but for its last."""
 
-class Hears(SglangClient):
-    """A server that keeps what it is asked, and answers as SGLang would with as many samples."""
 
-    routed: np.ndarray | None = None
-    """int32, what it says of its experts."""
-    likeliest: list[list[list[Any]]] | None = None
+class Recorded(ServerClient):
+    """Answers by path, and keeps the last request's body.
+
+    ``settings`` and ``completion`` are parts of the answers, for tests to change.
+    """
+
+    answers: dict[str, Any]
+    settings: dict[str, Any]
+    completion: dict[str, Any]
+
+    def __init__(self, http: Http) -> None:
+        super().__init__("http://127.0.0.1:1", http)
+        spans = [{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}]
+        self.completion = {"weight_versions": spans}
+        self.describe()
 
     async def get(self, path: str, **named: Any) -> Any:
-        facts = {"enable_deterministic_inference": True, "model_path": "/m", "weight_version": "1", "tp_size": 1}
-        return facts | {"enable_return_routed_experts": self.routed is not None, "paths": {}}
+        return self.answers[path]
 
     async def post(self, path: str, body: Mapping[str, Any], **named: Any) -> Any:
-        self.body = body
-        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 7]], "weight_version": "1"}
-        if self.routed is not None:
-            meta["routed_experts"] = base64.b64encode(self.routed.tobytes()).decode()
-        if self.likeliest is not None:
-            meta["output_top_logprobs"] = self.likeliest
-        return [{"output_ids": [7], "meta_info": meta}] * len(body["input_ids"])
+        self.body, self.sampling = body, body.get("sampling_params")
+        return self.answers[path]
 
 
-def test_where_inference_is_deterministic_each_sample_has_a_seed_of_its_own(http: Http) -> None:
-    api = Hears("http://127.0.0.1:1", http)
-    pieces = http.run(api.generate(GenerateRequest([3, 4], 5, 8, 1.0, (), seed=2**31), timeout_s=1.0))
-    assert len(pieces) == 5
-    assert api.body["input_ids"] == [[3, 4]] * 5
-    assert len({sampling["sampling_seed"] for sampling in api.body["sampling_params"]}) == 5
-    assert not any("n" in sampling for sampling in api.body["sampling_params"])
+class Sglang(Recorded, SglangClient):
+    def describe(self) -> None:
+        logprobs = [[-0.5, 7], [-1.5, 8], [-2.5, 9]]
+        self.completion |= {"output_token_logprobs": logprobs, "weight_version": "2"}
+        self.end("abort")
+        self.settings = {"tp_size": 2, "dtype": "float32", "context_length": 64}
+        self.answers = {
+            "/model_info": {"model_path": "/m", "weight_version": "4"},
+            "/server_info": self.settings,
+            "/openapi.json": {"paths": {}},
+            "/generate": {"output_ids": [7, 8, 9], "meta_info": self.completion},
+        }
+
+    def end(self, reason: str) -> None:
+        self.completion["finish_reason"] = {"type": reason}
+
+    def route(self, table: np.ndarray) -> None:
+        self.completion["routed_experts"] = base64.b64encode(table.astype(np.int32).tobytes()).decode()
+
+    def report_routing(self) -> None:
+        self.settings["enable_return_routed_experts"] = True
+
+    def take_adapters(self, rank: int, targets: list[str] | None) -> None:
+        self.settings |= {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": targets}
 
 
-def test_a_server_samples_from_all_tokens_unless_it_is_asked_otherwise(http: Http) -> None:
-    api, request = Hears("http://127.0.0.1:1", http), GenerateRequest([3, 4], 1, 8, 1.0, (5, 6), seed=1)
-    for asked, said in ((request, (1.0, -1)), (replace(request, top_p=0.9, top_k=20), (0.9, 20))):
-        http.run(api.generate(asked, timeout_s=1.0))
-        (sampling,) = api.body["sampling_params"]
-        assert (sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (*said, 0.0)
-        assert sampling["stop_token_ids"] == [5, 6]
+class Vllm(Recorded, VllmClient):
+    def describe(self) -> None:
+        logprobs = {"content": [{"logprob": -0.5}, {"logprob": -1.5}, {"logprob": -2.5}]}
+        self.completion |= {"token_ids": [7, 8, 9], "logprobs": logprobs}
+        self.end("abort")
+        model = {"model": "/m", "dtype": "torch.float32", "max_model_len": 64, "enable_sleep_mode": False}
+        self.settings = {
+            "model_config": model | {"logprobs_mode": "processed_logprobs"},
+            "parallel_config": {"worker_extension_cls": EXTENSION},
+            "device_config": {"device": "cuda"},
+        }
+        self.answers = {
+            "/openapi.json": {"paths": {route: {} for route in (*GIVEN_BY, LOAD_ADAPTER, "/weight_checker")}},
+            "/server_info": {"vllm_config": self.settings},
+            "/weight_info": {"weight_version": "4"},
+            "/get_world_size": {"world_size": 2},
+            "/collective_rpc": {"results": [None, {"problem": "ValueError: no"}]},
+            "/inference/v1/generate": {"choices": [self.completion]},
+        }
+
+    def end(self, reason: str) -> None:
+        self.completion["finish_reason"] = reason
+
+    def route(self, table: np.ndarray) -> None:
+        np.save(file := io.BytesIO(), np.uint8(table))
+        self.completion["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+
+    def report_routing(self) -> None:
+        self.settings["aux_output_config"] = {"enable_return_routed_experts": True}
+
+    def take_adapters(self, rank: int, targets: list[str] | None) -> None:
+        self.settings["lora_config"] = {"max_lora_rank": rank, "target_modules": targets}
 
 
-def test_a_server_says_how_many_ranks_and_stages_it_has(http: Http) -> None:
-    class Staged(Hears):
-        async def get(self, path: str, **named: Any) -> Any:
-            return await super().get(path, **named) | {"tp_size": 2, "pp_size": 2}
-
-    for kind, ranks, stages in ((Hears, 1, 1), (Staged, 4, 2)):
-        info = http.run(kind("http://127.0.0.1:1", http).info())
-        assert (info.ranks, info.stages) == (ranks, stages)
+@pytest.fixture(params=[Sglang, Vllm])
+def client(request: pytest.FixtureRequest, http: Http) -> Any:
+    return request.param(http)
 
 
-def test_the_experts_of_all_tokens_but_the_last_come_with_an_answer(http: Http) -> None:
-    api, shape = Hears("http://127.0.0.1:1", http), RoutingShape(layers=3, per_token=2, experts=300)
-    request = GenerateRequest([3, 4], 1, 8, 1.0, (), seed=1, routing=shape)
-    with pytest.raises(ServerError, match="start it with --enable-return-routed-experts"):
-        http.run(api.generate(request, timeout_s=1.0))
-    api.routed = np.arange(2 * 3 * 2, dtype=np.int32).reshape(2, 3, 2) + 280
-    (piece,) = http.run(api.generate(request, timeout_s=1.0))
-    assert api.body["return_routed_experts"] is True
-    assert piece.routing is not None and piece.routing.dtype == np.uint16
-    np.testing.assert_array_equal(piece.routing, api.routed)
-    http.run(api.generate(replace(request, routing=None), timeout_s=1.0))
-    assert "return_routed_experts" not in api.body
+@pytest.fixture
+def vllm(http: Http) -> Vllm:
+    return Vllm(http)
 
 
-def test_entropies_are_made_of_the_likeliest_tokens_that_are_asked_for(http: Http) -> None:
-    api, request = Hears("http://127.0.0.1:1", http), GenerateRequest([3, 4], 1, 8, 1.0, (), seed=1, entropies=True)
-    with pytest.raises(ServerError, match="1 tokens, and the likeliest ones of 0"):
-        http.run(api.generate(request, timeout_s=1.0))
-    api.likeliest = [[[float(np.log(share)), token, None] for token, share in enumerate((0.5, 0.25))]]
-    (piece,) = http.run(api.generate(request, timeout_s=1.0))
-    assert api.body["top_logprobs_num"] == 20
-    assert piece.entropies == pytest.approx([1.5 * np.log(2)])
-    http.run(api.generate(replace(request, entropies=False), timeout_s=1.0))
-    assert "top_logprobs_num" not in api.body
+def generate(client: ServerClient, request: GenerateRequest = REQUEST) -> Any:
+    (result,) = client.http.run(client.generate(request, timeout_s=1.0))
+    return result
 
 
-def test_a_server_that_does_not_tell_its_experts_is_refused_by_name(http: Http) -> None:
-    api = Hears("http://127.0.0.1:1", http)
-    settings = ["rollout.engine=sglang", "rollout.servers=[http://127.0.0.1:1]", "loss.replay_routing=rollout"]
-    pool = ServerPool(load_config(None, settings), http, architecture="", secret=None, say=print)
-    with pytest.raises(UserError, match=r"loss\.replay_routing = rollout replays them") as raised:
-        http.run(pool._check(api))
-    assert (raised.value.setting, raised.value.value) == ("rollout.servers", "http://127.0.0.1:1")
-    assert "--enable-return-routed-experts" in raised.value.remedy
-    api.routed = np.zeros(0, np.int32)
-    http.run(pool._check(api))
+def test_an_answer_becomes_a_result(client: Any) -> None:
+    result = generate(client)
+    np.testing.assert_array_equal(result.token_ids, [7, 8, 9])
+    np.testing.assert_array_equal(result.logprobs, np.float32([-0.5, -1.5, -2.5]))
+    assert (result.versions, result.reason) == ((("1", 2), ("2", 1)), "abort")
+    assert (result.routing, result.entropies) == (None, None)
 
 
-def test_a_server_must_have_room_for_the_answers_of_evaluations_too(http: Http) -> None:
-    class Short(Hears):
-        async def get(self, path: str, **named: Any) -> Any:
-            return await super().get(path, **named) | {"context_length": 1536}
+@pytest.mark.parametrize(
+    ("kind", "changed", "problem"),
+    [
+        (Sglang, {"finish_reason": {"type": "error"}}, "cannot be used"),
+        (Sglang, {"output_token_logprobs": [[-0.5, 7]]}, "cannot be used"),
+        (Vllm, {"finish_reason": "error"}, "cannot be used"),
+        (Vllm, {"token_ids": [7, 8]}, "cannot be used"),
+        (Vllm, {"weight_versions": None}, "cannot be used"),
+        (Vllm, {"weight_versions": [{"version": "1", "start": 0, "end": 2}]}, "cannot be used"),
+        (Vllm, {"logprobs": {"content": [{"logprob": p} for p in (-0.5, -9999.0, -1.0)]}}, "for token 1"),
+    ],
+)
+def test_an_inconsistent_answer_is_refused(http: Http, kind: Any, changed: dict[str, Any], problem: str) -> None:
+    client = kind(http)
+    client.completion |= changed
+    with pytest.raises(ServerError, match=problem):
+        generate(client)
 
-    def check(*words: str) -> None:
-        settings = ["rollout.engine=sglang", "rollout.servers=[http://127.0.0.1:1]", *words]
-        pool = ServerPool(load_config(None, settings), http, architecture="", secret=None, say=print)
-        http.run(pool._check(Short("http://127.0.0.1:1", http)))
 
-    check("eval.max_response_tokens=1024")
-    for limit in ("rollout", "eval"):
-        with pytest.raises(UserError, match=r"takes 1536 tokens, and the longest prompt .* has 1537") as raised:
-            check(f"{limit}.max_response_tokens=1025")
-        assert f"data.max_prompt_tokens or {limit}.max_response_tokens" in raised.value.remedy
+def test_a_server_samples_as_requested_and_by_no_default(client: Any) -> None:
+    for request, expected in ((REQUEST, (1.0, -1)), (replace(REQUEST, top_p=0.9, top_k=20), (0.9, 20))):
+        generate(client, request)
+        assert (client.sampling["top_p"], client.sampling["top_k"], client.sampling["min_p"]) == (*expected, 0.0)
+        assert client.sampling["stop_token_ids"] == [5, 6]
+
+
+def test_properties_are_those_reported(client: Any) -> None:
+    info = client.http.run(client.info())
+    assert (info.model, info.ranks, info.version, info.dtype, info.max_tokens) == ("/m", 2, "4", "float32", 64)
+    assert client.ranks == 2
+    assert (info.routing, info.lora_rank, info.lora_targets) == (False, 0, set())
+    client.report_routing()
+    for targets in (["q_proj"], None):
+        client.take_adapters(8, targets)
+        info = client.http.run(client.info())
+        everything = {"all"} if isinstance(client, Vllm) else set()
+        assert (info.routing, info.lora_rank, info.lora_targets) == (True, 8, set(targets or everything))
+
+
+def test_answers_bring_the_experts_of_all_tokens_but_the_last(client: Any) -> None:
+    assert generate(client, ROUTED).routing is None, "an aborted request's experts come with its continuation"
+    client.end("stop")
+    with pytest.raises(ServerError, match=f"start it with {ROUTING_FLAG}"):
+        generate(client, ROUTED)
+    client.route(EXPERTS)
+    result = generate(client, ROUTED)
+    assert result.routing.dtype == np.uint8
+    np.testing.assert_array_equal(result.routing, EXPERTS)
+    assert generate(client).routing is None, "not requested"
+    for table, problem in ((EXPERTS[1:], "not 3 x 2 of 6 for 4 tokens"), (EXPERTS + 1, "up to number 6, not")):
+        client.route(table)
+        with pytest.raises(ServerError, match=problem):
+            generate(client, ROUTED)
+
+
+SHARES = np.array([0.4 * 0.6**rank for rank in range(30)])
+"""Probabilities of thirty tokens, the likeliest first."""
+
+
+def test_entropies_depend_on_no_drawn_token(vllm: Vllm) -> None:
+    """vLLM reports the drawn token and then the likeliest ones, twenty in all."""
+    likeliest = np.log(SHARES[:19])
+    for drawn in (0, 7, 19, 20, 29):
+        reported = list(dict.fromkeys([drawn, *range(20)]))[:20]
+        top = [{"token_id": token, "logprob": float(np.log(SHARES[token]))} for token in reported]
+        vllm.completion["logprobs"] = {"content": [{"logprob": -1.0, "top_logprobs": top}] * 3}
+        result = generate(vllm, replace(REQUEST, entropies=True))
+        assert result.entropies == pytest.approx(least_entropies([likeliest] * 3), abs=1e-12)
+
+
+def test_entropies_come_from_the_likeliest_tokens(http: Http) -> None:
+    client, request = Sglang(http), replace(REQUEST, entropies=True)
+    with pytest.raises(ServerError, match="3 tokens, and the likeliest ones of 0"):
+        generate(client, request)
+    client.completion["output_top_logprobs"] = [[[float(np.log(share)), 1] for share in (0.5, 0.25)]] * 3
+    assert generate(client, request).entropies == pytest.approx([1.5 * np.log(2)] * 3)
+    assert client.body["top_logprobs_num"] == 20
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.25, 0.125), (1.0, 0.0, 0.0)])
+def test_unreported_tokens_count_as_one_in_an_entropy(shares: tuple[float, ...]) -> None:
+    with np.errstate(divide="ignore"):
+        (entropy,) = least_entropies([np.log(shares)])
+    rest = 1.0 - sum(shares)
+    assert entropy == pytest.approx(-sum(p * np.log(p) for p in (*shares, rest) if p > 0))
+    assert len(least_entropies([])) == 0
+
+
+def test_deterministic_sglang_samples_have_distinct_seeds(http: Http) -> None:
+    client = Sglang(http)
+    client.settings["enable_deterministic_inference"] = True
+    client.answers["/generate"] = [client.answers["/generate"]] * 5
+    request = replace(REQUEST, samples=5, seed=2**31)
+    assert len(http.run(client.generate(request, timeout_s=1.0))) == 5
+    assert client.body["input_ids"] == [[3, 4]] * 5
+    assert len({sampling["sampling_seed"] for sampling in client.sampling}) == 5
+    assert not any("n" in sampling for sampling in client.sampling)
+
+
+def test_sglang_stages_multiply_its_ranks(http: Http) -> None:
+    client = Sglang(http)
+    client.settings["pp_size"] = 2
+    info = http.run(client.info())
+    assert (info.ranks, info.stages) == (4, 2)
+
+
+@pytest.mark.parametrize(("device", "seed"), [("cuda", 7), ("cpu", None)])
+def test_vllm_on_cpu_gets_no_seed(vllm: Vllm, device: str, seed: int | None) -> None:
+    vllm.settings["device_config"]["device"] = device
+    vllm.http.run(vllm.info())
+    generate(vllm)
+    assert vllm.sampling.get("seed") == seed
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "problem"),
+    [
+        ("model_config/logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
+        ("paths//inference/v1/generate", None, "has no /inference/v1/generate: start it with --enable-scale-out"),
+        ("paths//pause", None, "has no /pause: start it with .*VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_vllm_with_other_flags_is_refused(vllm: Vllm, place: str, value: str | None, problem: str) -> None:
+    part, _, name = place.partition("/")
+    settings = vllm.settings | vllm.answers["/openapi.json"]
+    settings[part].pop(name)
+    settings[part] |= {name: value} if value else {}
+    with pytest.raises(ServerError, match=problem):
+        vllm.http.run(vllm.info())
+
+
+def test_vllm_without_the_route_takes_no_adapters(vllm: Vllm) -> None:
+    vllm.take_adapters(8, None)
+    del vllm.answers["/openapi.json"]["paths"][LOAD_ADAPTER]
+    assert vllm.http.run(vllm.info()).lora_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("extension", "answer", "version"),
+    [
+        (EXTENSION, {"nccl": "2.29.7"}, "2.29.7"),
+        (EXTENSION, {"problem": "ValueError: no such order"}, None),  # an older extension
+        (None, {"nccl": "not asked"}, None),
+    ],
+)
+def test_the_extension_reports_nccl(vllm: Vllm, extension: str | None, answer: Any, version: str | None) -> None:
+    vllm.answers["/collective_rpc"] = {"results": [answer, answer]}
+    vllm.settings["parallel_config"]["worker_extension_cls"] = extension
+    assert vllm.http.run(vllm.info()).nccl == version
+
+
+def test_vllm_refuses_in_words(vllm: Vllm) -> None:
+    with pytest.raises(ServerError, match="--enable-sleep-mode"):
+        vllm.http.run(vllm.release_memory())
+    with pytest.raises(ServerError, match="failed to end at its rank 1: ValueError: no"):
+        vllm.http.run(vllm.end_update("5"))
+    vllm.settings["parallel_config"]["worker_extension_cls"] = ""
+    vllm.http.run(vllm.update_from_disk(Path("/weights"), "5"))
+    with pytest.raises(ServerError, match=EXTENSION):
+        vllm.http.run(vllm.update_from_distributed(Manifest([], [], []), "weights", None))
+
+
+def test_vllm_checksums_leave_out_prepacked_weights(vllm: Vllm) -> None:
+    norm, nothing = (hashlib.sha256(content).hexdigest() for content in (b"norm", b""))
+    rank = "dp0:pp0:pcp0:tp1"
+    vllm.answers["/weight_checker"] = {"checksums": {f"{rank}:model.norm.weight": norm, f"{rank}:a.weight": nothing}}
+    assert vllm.http.run(vllm.checksums()) == {f"model.norm.weight@{rank}": norm}
+
+
+def test_classes_named_to_vllm_exist() -> None:
+    for name in (EXTENSION, LOCK):
+        module, _, kind = name.rpartition(".")
+        assert f"class {kind}" in (PLUGIN / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    assert str(PLUGIN) in SPEC.environment("secret")["PYTHONPATH"].split(":")
+    assert {EXTENSION, LOCK} <= set(SPEC.flags(load_config(None, ["model.path=."]), Path()))

@@ -1,4 +1,4 @@
-"""A server that does not answer is named while it is waited for, not only at the end."""
+"""Which servers a run takes, and which silent or unfit ones it names."""
 
 from __future__ import annotations
 
@@ -6,29 +6,91 @@ import json
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_dppo.errors import UserError, error_text
-from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers import pool
-from megatron_dppo.rollout.servers.http import BusyError, Http, ServerError
+from megatron_dppo.rollout.servers.client import ServerInfo
+from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.pool import Server, ServerPool
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
+from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.servers import on_ranks
 
+POLICY = partial(write_policy, layers=1)
+URL = "http://127.0.0.1:1"
 
-def _said(http: Http, folder: Path, *words: str) -> tuple[list[str], UserError]:
+
+def pool_of(http: Http, *settings: str, say: Any = print, our_nccl: str | None = None) -> ServerPool:
+    config = load_config(None, ["rollout.engine=sglang", f"rollout.servers=[{URL}]", *settings])
+    return ServerPool(config, http, architecture="Qwen3ForCausalLM", secret=None, say=say, our_nccl=our_nccl)
+
+
+class Described(SglangClient):
+    """A server with these properties besides those of a fit one."""
+
+    properties: dict[str, Any]
+
+    async def info(self) -> ServerInfo:
+        plain = {"model": "/m", "architecture": None, "ranks": 1, "version": "0", "dtype": None, "max_tokens": None}
+        return ServerInfo(**plain | self.properties)
+
+
+LORA = "model.lora.rank=4 model.lora.targets=[q_proj,v_proj] rollout.sync.adapter=true"
+
+
+@pytest.mark.parametrize(
+    ("properties", "settings", "problem", "remedy"),
+    [
+        ({"architecture": "LlamaForCausalLM"}, "", "another model", "model.path"),
+        ({"max_tokens": 1536}, "rollout.max_response_tokens=1025", "1537", "rollout.max_response_tokens"),
+        ({"max_tokens": 1536}, "eval.max_response_tokens=1025", "1537", "eval.max_response_tokens"),
+        ({"stages": 2}, "", "has 2 pipeline stages", "--pp-size 1"),
+        ({"dtype": "bfloat16"}, "", "in bfloat16", "--dtype float32"),
+        ({}, "loss.replay_routing=rollout", "replays them", "--enable-return-routed-experts"),
+        ({}, LORA, "takes no adapters", "--enable-lora --max-loras-per-batch 2 --max-lora-rank 4"),
+        ({"lora_rank": 2, "lora_targets": {"all"}}, LORA, "up to rank 2 on all", "--max-lora-rank 4"),
+        ({"lora_rank": 4, "lora_targets": {"q_proj"}}, LORA, "on q_proj", "--lora-target-modules q_proj v_proj"),
+        ({"nccl": "2.30.7"}, "", "NCCL 2.30.7", "nvidia-nccl-cu13==2.30.7"),
+    ],
+)
+def test_an_unfit_server_is_refused(
+    http: Http, properties: dict[str, Any], settings: str, problem: str, remedy: str
+) -> None:
+    client = Described(URL, http)
+    client.properties = properties
+    with pytest.raises(UserError) as refused:
+        http.run(pool_of(http, *settings.split(), our_nccl="2.29.7")._check(client))
+    assert (refused.value.setting, refused.value.value) == ("rollout.servers", URL)
+    assert problem in refused.value.problem and remedy in refused.value.remedy
+
+
+def test_a_fit_server_is_taken(http: Http) -> None:
+    client = Described(URL, http)
+    client.properties = {"architecture": "Qwen3ForCausalLM", "dtype": "float32", "max_tokens": 1536}
+    client.properties |= {"nccl": "2.30.7", "routing": True, "lora_rank": 8, "lora_targets": {"all"}}
+    for our_nccl in (None, "2.30.7"):
+        settings = [*LORA.split(), "eval.max_response_tokens=1024"]
+        http.run(pool_of(http, *settings, our_nccl=our_nccl)._check(client))
+    http.run(pool_of(http, "loss.replay_routing=rollout")._check(client))
+    client.properties = {"stages": 2, "dtype": "bfloat16"}
+    http.run(pool_of(http, "rollout.sync.transport=disk", "model.dtype=bf16")._check(client))
+
+
+def refusal(http: Http, folder: Path, *settings: str) -> tuple[list[str], UserError]:
+    """Return what a pool reports that no server opens, and its error."""
     said: list[str] = []
-    settings = [f"run.dir={folder}", f"model.path={folder}", "rollout.engine=sglang", "rollout.launch.wait_s=3", *words]
-    opened = ServerPool(load_config(None, settings), http, architecture="", secret=None, say=said.append)
+    places = [f"run.dir={folder}", f"model.path={folder}", "rollout.launch.wait_s=1"]
+    opened = pool_of(http, *places, *settings, say=said.append)
     try:
         with pytest.raises(UserError) as failed:
             http.run(opened.open())
@@ -37,96 +99,60 @@ def _said(http: Http, folder: Path, *words: str) -> tuple[list[str], UserError]:
     return said, failed.value
 
 
-def test_servers_that_are_waited_for_are_named(http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One takes the connection and is silent, one refuses it, and one is started and never listens."""
-    assert pool.SAY_AFTER_S == 10.0
+def url_of(listener: socket.socket) -> str:
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_awaited_servers_are_named(http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One accepts connections and is silent, one refuses them, and one is started and never listens."""
     monkeypatch.setattr(pool, "SAY_AFTER_S", 0.4)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as gone:
-        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (silent, gone)]
+        urls = [url_of(silent), url_of(gone)]
         gone.close()
-        said, failed = _said(http, tmp_path, f"rollout.servers=[{','.join(urls)}]")
+        said, failed = refusal(http, tmp_path, f"rollout.servers=[{','.join(urls)}]")
     mute, refuses = sorted(said, key=lambda text: urls[1] in text)
-    assert mute == f"waiting for 0 s, of rollout.launch.wait_s = 3, for server {urls[0]}: it has given no answer"
+    assert mute == f"waiting for 0 s, of rollout.launch.wait_s = 1, for server {urls[0]}: it has given no answer"
     assert f"for server {urls[1]}: server {urls[1]} " in refuses and "no answer" not in refuses
     assert failed.setting == "rollout.servers"
 
     sleeps = f"rollout.launch.command=[{sys.executable},-c,import time; time.sleep(60)]"
-    (started,), failed = _said(http, tmp_path, "rollout.launch.count=1", sleeps)
+    (started,), failed = refusal(http, tmp_path, "rollout.servers=[]", "rollout.launch.count=1", sleeps)
     assert started.endswith(f"for server 0: its log is {tmp_path}/servers/server-0.log")
     assert failed.setting == "rollout.launch.wait_s"
 
 
-def test_a_server_that_falls_silent_in_a_run_is_named_before_it_is_taken_out(
-    http: Http, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_server_is_named_before_its_removal(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "SAY_AFTER_S", 0.2)
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        config = load_config(None, [f"run.dir={tmp_path}", "rollout.engine=sglang", f"rollout.servers=[{url}]"])
-        serving = ServerPool(config, http, architecture="", secret=None, say=said.append)
-        client = SglangClient(url, http)
+        client = SglangClient(url_of(silent), http)
+        serving = pool_of(http, say=said.append)
         serving._serving[Server.of(client, None)] = client
         assert http.run(serving.check(0.5)) == {}, "one miss is no loss"
-        named = f"server {url.removeprefix('http://')} is silent: no answer to a health check for 0 s"
+        named = f"server {client.url.removeprefix('http://')} is silent: no answer to a health check for 0 s"
         assert said == [f"{named} (rollout.health_timeout_s = 0.5)"]
-        assert http.run(serving.check(0.5)) == {url: "did not answer /health_generate within 0.5 s"}
+        assert http.run(serving.check(0.5)) == {client.url: "did not answer /health_generate within 0.5 s"}
 
 
-class Handler(BaseHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
+class Silent(BaseHTTPRequestHandler):
+    """Answers SGLang's requests, but for those of ``silent`` and, after one of a completion, of ``then``.
 
-
-class Busy(Handler):
-    """Has no room twice, then answers."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked += 1
-        status = {1: 429, 2: 503}.get(self.server.asked, 200) if self.path == "/generate" else 503
-        self.send_response(status)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-
-def test_a_busy_server_is_asked_again_within_the_time_limit(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.1)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
-    server.asked = 0
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    client = SglangClient(f"http://127.0.0.1:{server.server_port}", http)
-    assert http.run(client.post("/generate", {}, timeout_s=20.0)) == {} and server.asked == 3
-    began = time.monotonic()
-    with pytest.raises(BusyError, match="status 503"):
-        http.run(client.post("/never", {}, timeout_s=0.5))
-    assert 0.3 < time.monotonic() - began < 5.0
-    asked = server.asked
-    with pytest.raises(BusyError):  # an order, whose sender has a patience of its own
-        http.run(client.post("/never", {}))
-    assert server.asked == asked + 1
-    server.shutdown()
-
-
-class Silent(Handler):
-    """Answers SGLang's questions but for those of ``server.silent``, which it never answers, and ``server.cut``, at
-    which it breaks the connection. Once it was asked for a completion, ``server.then`` are silent, too. It has no
-    weights and makes no token.
+    The connection breaks at requests of ``cut``. The server has no weights and makes no token.
     """
 
     def do_GET(self) -> None:
-        if self.path in self.server.cut:
+        server = self.server
+        if self.path in server.cut:
             self.close_connection = True
             return
         if self.path == "/generate":
-            self.server.silent |= self.server.then
-        if self.path in self.server.silent:
-            self.server.over.wait(60.0)
+            server.silent |= server.then
+        if self.path in server.silent:
+            server.over.wait(60.0)
             return
-        told = {"/model_info": {"model_path": "/m", "weight_version": self.server.version}, "/workers": None}
-        told |= {"/server_info": {"tp_size": 1}, "/openapi.json": {"paths": {}}}
-        body = json.dumps(told.get(self.path, {"success": True})).encode()
+        answers = {"/model_info": {"model_path": "/m", "weight_version": server.version}, "/workers": None}
+        answers |= {"/server_info": {"tp_size": 1}, "/openapi.json": {"paths": {}}}
+        body = json.dumps(answers.get(self.path, {"success": True})).encode()
         self.send_response(404 if self.path == "/workers" else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -137,10 +163,11 @@ class Silent(Handler):
         self.server.version = asked.get("weight_version", asked.get("new_version", self.server.version))
         self.do_GET()
 
+    def log_message(self, *_: object) -> None: ...
+
 
 @contextmanager
-def _silent(*silent: str, then: tuple[str, ...] = (), cut: tuple[str, ...] = ()) -> Iterator[str]:
-    """The URL of a server that leaves these paths unanswered."""
+def silent_server(*silent: str, then: tuple[str, ...] = (), cut: tuple[str, ...] = ()) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
     server.silent, server.then, server.cut, server.version = set(silent), set(then), cut, "0"
     server.over, server.daemon_threads = threading.Event(), True
@@ -153,64 +180,44 @@ def _silent(*silent: str, then: tuple[str, ...] = (), cut: tuple[str, ...] = ())
         server.server_close()
 
 
-def _ended_with(ranks: RankPool, folder: Path, url: str, *words: str) -> str:
-    """The error with which a run of two ranks ends, alike on both."""
-    write_model(folder / "policy", hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, std=0.1)
-    settings = [f"run.dir={folder}/run", f"model.path={folder}/policy", f"rollout.servers=[{url}]"]
-    settings += ["rollout.sync.transport=disk", "data.max_prompt_tokens=16", "rollout.max_response_tokens=64"]
-    said = ranks.run(2, on_ranks.stop_with, [*settings, *words], "")
-    assert said[0] == said[1]
-    return said[0]
+def last_words(ranks: RankPool, policy: Path, folder: Path, url: str, *words: str) -> str:
+    """Return the error with which a run of two ranks ends, the same on both."""
+    settings = f"""
+    run.dir={folder} model.path={policy} rollout.engine=sglang rollout.servers=[{url}] rollout.sync.transport=disk
+    data.max_prompt_tokens=16 rollout.max_response_tokens=64 rollout.timeout_s=4
+    """
+    first, second = ranks.run(2, on_ranks.stop_with, [*settings.split(), *words], "")
+    assert first == second
+    return first
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_a_run_ends_naming_a_server_that_takes_connections_and_never_answers(
-    ranks: RankPool, tmp_path: Path, engine: str
-) -> None:
+def test_a_run_names_a_server_that_never_answers(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        said = _ended_with(ranks, tmp_path, url, f"rollout.engine={engine}", "rollout.launch.wait_s=1.5")
-    assert said == (
-        f"rollout.servers = {url}: cannot generate after 1.5 s: it has given no answer. "
-        "Start it, mend the URL, or raise rollout.launch.wait_s."
-    )
+        url = url_of(silent)
+        said = last_words(ranks, policy, tmp_path, url, "rollout.launch.wait_s=1.5")
+    assert said.startswith(f"rollout.servers = {url}: cannot generate after 1.5 s: it has given no answer")
 
 
-def test_a_run_ends_naming_the_server_that_is_well_and_gives_no_completion(ranks: RankPool, tmp_path: Path) -> None:
-    with _silent("/generate") as url:
-        said = _ended_with(ranks, tmp_path, url, "rollout.engine=sglang", "rollout.timeout_s=4")
-    assert said == (
+def test_a_run_names_a_well_server_without_completions(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+    with silent_server("/generate") as url:
+        said = last_words(ranks, policy, tmp_path, url)
+    assert said.startswith(
         "rollout.timeout_s = 4: no prompt was answered for so long; unanswered: 12 of rank 0, 12 of rank 1; "
-        f"requests under way: 24 at server {url}. Look into the servers' logs, or raise it."
+        f"requests under way: 24 at server {url}."
     )
 
 
-def test_a_run_ends_naming_the_servers_that_fell_silent(ranks: RankPool, tmp_path: Path) -> None:
-    limits = ("rollout.timeout_s=4", "rollout.health_timeout_s=0.5")
-    with _silent("/generate", then=("/health_generate", "/continue_generation")) as url:
-        said = _ended_with(ranks, tmp_path, url, "rollout.engine=sglang", *limits)
-    assert said == (
+def test_a_run_names_servers_that_became_silent(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+    with silent_server("/generate", then=("/health_generate", "/continue_generation")) as url:
+        said = last_words(ranks, policy, tmp_path, url, "rollout.health_timeout_s=0.5")
+    assert said.startswith(
         "rollout.timeout_s = 4: no rollout server is left, and none came back in time: "
-        f"server {url} did not answer /health_generate within 0.5 s. "
-        "Look into the servers' logs, start them again, and run the same command again: it resumes."
+        f"server {url} did not answer /health_generate within 0.5 s."
     )
 
 
-def test_a_server_that_says_nothing_of_itself_says_nothing_to_start_it_with(http: Http, tmp_path: Path) -> None:
-    with _silent(cut=("/model_info",)) as url:
-        _, failed = _said(http, tmp_path, f"rollout.servers=[{url}]")
+def test_no_flags_are_recommended_to_an_unknown_server(http: Http, tmp_path: Path) -> None:
+    with silent_server(cut=("/model_info",)) as url:
+        _, failed = refusal(http, tmp_path, f"rollout.servers=[{url}]")
     assert "broke off at /model_info" in failed.problem
     assert error_text(failed).endswith("Look into its log, or name another server")
-
-
-def test_the_seconds_of_a_connection_that_is_not_taken_are_those_that_it_was_waited_for(
-    http: Http, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.servers.http.CONNECT_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as first, socket.socket() as second:
-        for each in (first, second):  # whoever comes after those is left to wait
-            each.setblocking(False)
-            each.connect_ex(full.getsockname())
-        url = f"http://127.0.0.1:{full.getsockname()[1]}"
-        with pytest.raises(ServerError, match=r"took no connection within 0\.3 s"):
-            http.run(SglangClient(url, http).health(30.0))
