@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is refused by name, or resumed as it was; nothing it asks for is run."""
+"""A damaged checkpoint is refused by name or resumed as it was; nothing in a checkpoint is executed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pickle
 import random
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, FORMAT, METADATA, TRACKER, Block, Checksums, latest_step
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, TRACKER, Block, Checksums, latest_step
 from megatron_dppo.bridge.stored_policy import read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON
 from megatron_dppo.config import Config, LayoutConfig, replace
@@ -30,17 +31,20 @@ from tests.steps import build, held_by, plan_for, step_of_groups, weights_of
 from tests.trainer.test_checkpoint import STATE as TRAINER_STATE
 from tests.trainer.test_checkpoint import configure, replace_run, train
 
+pytestmark = pytest.mark.xdist_group("trainer/test_damaged_checkpoints.py")
+
 
 @pytest.fixture(scope="module")
 def config(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Of a run with checkpoints after its first and second step, with an object among the shards."""
+    """Settings of a run with checkpoints after its first and second step, with an object among the shards."""
     folder = tmp_path_factory.mktemp("run")
-    config = configure(write_policy(folder / "policy"), folder / "run", LayoutConfig(dp=1), fmt="dp_reshardable")
+    policy = write_policy(folder / "policy", layers=2)
+    config = configure(policy, folder / "run", LayoutConfig(dp=1), fmt="dp_reshardable")
     ranks.run(1, train, config, 2, (1, 2))
     return config
 
 
-def copied(config: Config, place: Path) -> Config:
+def copy_run(config: Config, place: Path) -> Config:
     shutil.copytree(config.run.dir, place)
     return replace_run(config, place)
 
@@ -50,7 +54,7 @@ def newest(config: Config) -> Path:
 
 
 def load(rank: int, size: int, configs: list[Config]) -> list[tuple[str, Any]]:
-    """What comes of loading each of these runs: the refusal, or the step and the weights after one more update."""
+    """Load each run; return the refusal, or the step and the weights after one more update."""
     world, learner, policy = build(configs[0])
     metadata, groups = step_of_groups(size)
     plan, held = plan_for(world, configs[0], metadata), held_by(rank, metadata, groups)
@@ -68,76 +72,57 @@ def load(rank: int, size: int, configs: list[Config]) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["with checksums", "of an earlier version"])
-def test_whatever_a_file_has_become_a_run_is_refused_with_its_name_or_goes_on_as_it_would_have(
-    checked: bool, config: Config, ranks: RankPool, tmp_path: Path
-) -> None:
-    rng, cases, configs = random.Random(5), [], [copied(config, tmp_path / "whole")]
-    earlier = copied(config, tmp_path / "earlier")
+def test_damaged_file_is_refused_by_name_or_changes_nothing(config: Config, ranks: RankPool, tmp_path: Path) -> None:
+    rng, cases = random.Random(5), []
+    earlier = copy_run(config, tmp_path / "earlier")
     (Path(earlier.run.dir) / "checkpoints" / TRACKER).write_text("1\n")
-    configs.append(earlier)
-    names = [path.name for path in newest(config).iterdir()]
-    data = {name for name in names if name.endswith(".distcp")}  # Megatron-Core writes two files, from 0.19 on one
-    assert data and {FORMAT, METADATA, COMMON, STATE, CHECKSUMS} == {*names} - data
-    for name in sorted({*names, TRACKER} - ({CHECKSUMS} if not checked else set())):
+    configs = [config, earlier]
+    for name in sorted([TRACKER, *(path.name for path in newest(config).iterdir())]):
         for damage in DAMAGE:
-            for _ in range(3 if damage in ("flipped", "truncated") else 1):
-                ours = copied(config, tmp_path / str(len(cases)))
-                if not checked:
-                    (newest(ours) / CHECKSUMS).unlink()
-                file = Path(ours.run.dir) / "checkpoints" / TRACKER if name == TRACKER else newest(ours) / name
-                DAMAGE[damage](file, rng)
-                cases.append((name, damage))
-                configs.append(ours)
+            ours = copy_run(config, tmp_path / str(len(cases)))
+            DAMAGE[damage](newest(ours).parent / TRACKER if name == TRACKER else newest(ours) / name, rng)
+            cases.append((name, damage))
+            configs.append(ours)
     (_, whole), (_, before), *outcomes = ranks.run(1, load, configs)[0]
-    for (name, damage), (said, weights) in zip(cases, outcomes, strict=True):
-        if weights is None and not checked and damage == "flipped":
-            continue  # another setting is read, perhaps, and refused under its own name
+    for (name, damage), (message, weights) in zip(cases, outcomes, strict=True):
         if weights is None:
-            assert said.startswith("run.dir = "), (name, damage, said)
-            assert name in said or name == TRACKER or not checked, (name, damage, said)
-            assert "Write " in said or "write 1 into" in said or "another" in said, (name, damage, said)
-        elif checked:
-            expected = {"step 2": whole, "step 1": before}[said]
+            assert message.startswith("run.dir = "), (name, damage, message)
+            assert name in message or name == TRACKER, (name, damage, message)
+        else:
+            expected = {"step 2": whole, "step 1": before}[message]
             assert all(torch.equal(weights[tensor], expected[tensor]) for tensor in expected), (name, damage)
 
 
-def test_a_flipped_bit_of_the_optimizer_s_state_is_refused_and_the_checkpoint_before_it_named(
-    config: Config, ranks: RankPool, tmp_path: Path
-) -> None:
-    ours = copied(config, tmp_path / "run")
-    place = newest(ours)
-    places = {index.fqn: where for index, where in read_metadata(place).storage_data.items()}
-    kinds = [".param", ".exp_avg", ".exp_avg_sq"]
-    for kind in kinds:
-        where = next(where for key, where in places.items() if key.startswith("optimizer.") and key.endswith(kind))
-        bit = 8 * (where.offset + where.length // 2)
-        flip(place / where.relative_path, bit)
-        [(said, weights)] = ranks.run(1, load, [ours])[0]
-        assert weights is None and f"{place}: {where.relative_path} is damaged" in said
-        assert f"write 1 into {place.parent / TRACKER}: iter_0000001 beside it is whole" in said
-        flip(place / where.relative_path, bit)
-    assert to_hf(place.parent, tmp_path / "hf") == 0
+def flip_tensor(place: Path, kind: str) -> str:
+    """Flip a bit in the middle of a stored tensor, and return the name of its file."""
+    stored = read_metadata(place).storage_data.items()
+    where = next(where for index, where in stored if kind in index.fqn)
+    flip(place / where.relative_path, 8 * (where.offset + where.length // 2))
+    return where.relative_path
 
 
-def test_conversion_refuses_damaged_weights_and_with_verify_anything_damaged(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", [".param", ".exp_avg", "output_layer.weight"])
+def test_flipped_bit_is_refused_with_a_whole_checkpoint(
+    kind: str, config: Config, ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ours = copied(config, tmp_path / "run")
+    """A run refuses all state; a conversion refuses weights, and with --verify all state."""
+    ours = copy_run(config, tmp_path / "run")
     place = newest(ours)
-    places = {index.fqn: where for index, where in read_metadata(place).storage_data.items()}
-    for key, options in (("output_layer.weight", []), (next(k for k in places if "exp_avg" in k), ["--verify"])):
-        where = places[key]
-        flip(place / where.relative_path, 8 * (where.offset + where.length // 2))
-        assert to_hf(place.parent, tmp_path / "hf", *options) == 2
-        said = printed_error(capsys)
-        assert f"{where.relative_path} is damaged" in said and "iter_0000001 beside it is whole" in said
-        assert not (tmp_path / "hf").exists()
-        flip(place / where.relative_path, 8 * (where.offset + where.length // 2))
+    file = flip_tensor(place, kind)
+    [(message, weights)] = ranks.run(1, load, [ours])[0]
+    assert weights is None
+    assert f"{place}: {file} is damaged" in message
+    assert "iter_0000001 beside it is whole" in message
+    if kind != "output_layer.weight":
+        assert to_hf(place.parent, tmp_path / "hf") == 0
+        shutil.rmtree(tmp_path / "hf")
+    assert to_hf(place.parent, tmp_path / "hf", "--verify") == 2
+    assert f"{file} is damaged" in printed_error(capsys)
+    assert not (tmp_path / "hf").exists()
 
 
 class Payload:
-    """Makes a file where it is unpickled."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -152,50 +137,47 @@ def saved(thing: object) -> bytes:
     return data.getvalue()
 
 
-def in_the_index(place: Path, mark: Path) -> None:
-    (place / METADATA).write_bytes(pickle.dumps(Payload(mark)))
+def plant_index(place: Path, payload: Payload) -> None:
+    (place / METADATA).write_bytes(pickle.dumps(payload))
 
 
-def within_the_index(place: Path, mark: Path) -> None:
+def plant_in_index(place: Path, payload: Payload) -> None:
     metadata = read_metadata(place)
-    metadata.planner_data = Payload(mark)
+    metadata.planner_data = payload
     (place / METADATA).write_bytes(pickle.dumps(metadata))
 
 
-def in_common(place: Path, mark: Path) -> None:
-    common = torch.load(place / COMMON)
-    (place / COMMON).write_bytes(saved({**common, "payload": Payload(mark)}))
+def plant_in_common(place: Path, payload: Payload) -> None:
+    (place / COMMON).write_bytes(saved({**torch.load(place / COMMON), "payload": payload}))
 
 
-def among_the_shards(place: Path, mark: Path, *, kind: str) -> None:
-    """Behind all that is in a file, and the index points there."""
+def plant_in_shards(place: Path, payload: Payload, *, kind: str) -> None:
+    """Append the payload to a file of shards, and point the index there."""
     metadata = read_metadata(place)
     index = next(index for index in metadata.storage_data if kind in index.fqn)
-    where, payload = metadata.storage_data[index], saved(Payload(mark))
+    where, data = metadata.storage_data[index], saved(payload)
     file = place / where.relative_path
-    metadata.storage_data[index] = dataclasses.replace(where, offset=file.stat().st_size, length=len(payload))
-    file.write_bytes(file.read_bytes() + payload)
+    metadata.storage_data[index] = dataclasses.replace(where, offset=file.stat().st_size, length=len(data))
+    file.write_bytes(file.read_bytes() + data)
     (place / METADATA).write_bytes(pickle.dumps(metadata))
 
 
-def in_an_object(place: Path, mark: Path) -> None:
-    among_the_shards(place, mark, kind="optimizer/shard_")
+def plant_in_object(place: Path, payload: Payload) -> None:
+    plant_in_shards(place, payload, kind="optimizer/shard_")
 
 
-def in_a_weight(place: Path, mark: Path) -> None:
-    among_the_shards(place, mark, kind="final_layernorm")
+def plant_in_weight(place: Path, payload: Payload) -> None:
+    plant_in_shards(place, payload, kind="final_layernorm")
 
 
-MALICE = {
-    "the index itself": (in_the_index, METADATA, True),
-    "a part of the index": (within_the_index, METADATA, True),
-    "common.pt": (in_common, COMMON, False),
-    "an object among the shards": (in_an_object, "optimizer/shard_", False),
-    "a weight": (in_a_weight, "final_layernorm", True),
-}
-"""How a payload gets into a checkpoint, what the refusal names, and whether the weights alone lie behind it."""
-AMONG_SHARDS = ("an object among the shards", "a weight")
-"""Where the index can still be read."""
+PLANTS: tuple[tuple[Callable[[Path, Payload], None], str, bool], ...] = (
+    (plant_index, METADATA, True),
+    (plant_in_index, METADATA, True),
+    (plant_in_common, COMMON, False),
+    (plant_in_object, "optimizer/shard_", False),
+    (plant_in_weight, "final_layernorm", True),
+)
+"""Ways of a payload into a checkpoint, the word of the refusal, and whether the weights alone reach it."""
 
 
 def start_from(rank: int, size: int, config: Config) -> str:
@@ -204,49 +186,49 @@ def start_from(rank: int, size: int, config: Config) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["with checksums that fit", "without checksums"])
-def test_no_checkpoint_gets_anything_run(
-    checked: bool, config: Config, ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def blocks_of_shards(place: Path) -> dict[str, list[Block]]:
+    """Return checksums of the shards as they are now: whoever plants a payload can count as well."""
+    stored = read_metadata(place).storage_data.values()
+    blocks = {}
+    for file in place.glob("*.distcp"):
+        starts = sorted({0, *(part.offset for part in stored if part.relative_path == file.name)})
+        data, ends = file.read_bytes(), [*starts[1:], file.stat().st_size]
+        blocks[file.name] = [Block(end, zlib.crc32(data[a:end])) for a, end in zip(starts, ends, strict=True)]
+    return blocks
+
+
+def test_no_checkpoint_is_executed(
+    config: Config, ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs, mark = {}, tmp_path / "it-was-run"
-    for where, (plant, _, _) in MALICE.items():
-        runs[where] = copied(config, tmp_path / where)
-        place = newest(runs[where])
-        plant(place, mark)
+    """By a resume, a start from the weights or a conversion, with checksums that fit."""
+    mark = tmp_path / "executed"
+    runs = []
+    for plant, _, _ in PLANTS:
+        runs.append(copy_run(config, tmp_path / plant.__name__))
+        place = newest(runs[-1])
+        plant(place, Payload(mark))
         (place / CHECKSUMS).unlink()
-        if checked:  # whoever plants one can count as well
-            Checksums(place, blocks_of_shards(place) if where in AMONG_SHARDS else {}).write()
-    for (where, _), (said, weights) in zip(runs.items(), ranks.run(1, load, [*runs.values()])[0], strict=True):
-        refusal = MALICE[where][1] if checked else CHECKSUMS  # a run does not resume without
-        assert weights is None and refusal in said, (where, said)
-    starts = {
-        where: replace(ours, model=replace(ours.model, checkpoint=str(newest(ours))))
-        for where, ours in runs.items()
-        if MALICE[where][2]
-    }
-    calls = [(start_from, replace_run(start, tmp_path / "another")) for start in starts.values()]
-    for where, [said] in zip(starts, ranks.in_turn(1, *calls), strict=True):
-        place, name = newest(runs[where]), MALICE[where][1]
-        assert name in said, (where, said)
+        Checksums(place, blocks_of_shards(place) if plant in (plant_in_object, plant_in_weight) else {}).write()
+    bare = copy_run(config, tmp_path / "bare")
+    (newest(bare) / CHECKSUMS).unlink()
+    *outcomes, (message, _) = ranks.run(1, load, [*runs, bare])[0]
+    assert CHECKSUMS in message
+    weights_reach = []
+    for (plant, word, reaches), ours, (message, weights) in zip(PLANTS, runs, outcomes, strict=True):
+        assert weights is None
+        assert word in message, (plant, message)
+        if reaches:
+            weights_reach.append((word, newest(ours)))
+    starts = [replace(config, model=replace(config.model, checkpoint=str(place))) for _, place in weights_reach]
+    calls = [(start_from, replace_run(start, tmp_path / "another")) for start in starts]
+    for (word, place), [message] in zip(weights_reach, ranks.in_turn(1, *calls), strict=True):
+        assert word in message
         assert to_hf(place, tmp_path / "hf", "--hf", str(place.parent / "hf")) == 2
-        assert name in printed_error(capsys), where
+        assert word in printed_error(capsys)
     assert not mark.exists()
 
 
-def blocks_of_shards(place: Path) -> dict[str, list[Block]]:
-    stored = read_metadata(place).storage_data.values()
-    offsets = {
-        file: {0, *(p.offset for p in stored if p.relative_path == file.name)} for file in place.glob("*.distcp")
-    }
-    return {file.name: blocks_of(file, sorted(starts)) for file, starts in offsets.items()}
-
-
-def blocks_of(file: Path, starts: list[int]) -> list[Block]:
-    data, ends = file.read_bytes(), [*starts[1:], file.stat().st_size]
-    return [Block(end, zlib.crc32(data[start:end])) for start, end in zip(starts, ends, strict=True)]
-
-
-def test_an_index_cannot_change_what_torch_is_made_of(tmp_path: Path) -> None:
+def test_index_cannot_change_classes_of_torch(tmp_path: Path) -> None:
     """The class itself, on the unpickler's stack, is given an attribute."""
     (tmp_path / METADATA).write_bytes(
         b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x04\x00\x00\x00evilK\x01s\x86b."
@@ -261,10 +243,8 @@ def save_again(rank: int, size: int, config: Config, step: int) -> None:
     Checkpoints(config, world).save(policy.actor, step, TRAINER_STATE)
 
 
-def test_what_is_not_the_run_s_stays_in_the_folder_and_in_nobody_s_way(
-    config: Config, ranks: RankPool, tmp_path: Path
-) -> None:
-    ours = copied(config, tmp_path / "run")
+def test_foreign_files_stay_beside_checkpoints(config: Config, ranks: RankPool, tmp_path: Path) -> None:
+    ours = copy_run(config, tmp_path / "run")
     folder = newest(ours).parent
     shutil.copytree(folder / "iter_0000001", folder / "iter_0000003.bak")
     folders = {"iter_", "iter_12", "iter_best", ".iter_notes", "iter_0000001 (copy)"}
@@ -273,31 +253,20 @@ def test_what_is_not_the_run_s_stays_in_the_folder_and_in_nobody_s_way(
     for name in ("iter_0000009", "iter_0000003", ".iter_0000003.partial", "notes.txt"):
         (folder / name).write_text("a file")
     assert latest_step(folder) == 2
-    for step in (3, 4):
-        ranks.run(1, save_again, ours, step)
-    left = {path.name for path in folder.iterdir()}
-    foreign = {
-        "iter_0000003.bak",
-        "iter_",
-        "iter_12",
-        "iter_best",
-        ".iter_notes",
-        "iter_0000001 (copy)",
-        "iter_0000009",
-    }
-    assert left == foreign | {"notes.txt", "hf", TRACKER, "iter_0000003", "iter_0000004"}
+    ranks.in_turn(1, (save_again, ours, 3), (save_again, ours, 4))
+    foreign = folders | {"iter_0000003.bak", "iter_0000009", "notes.txt"}
+    assert {path.name for path in folder.iterdir()} == foreign | {"hf", TRACKER, "iter_0000003", "iter_0000004"}
 
 
-def test_without_a_tracker_a_run_goes_on_from_the_newest_whole_checkpoint_and_never_anew(
-    config: Config, ranks: RankPool, tmp_path: Path
-) -> None:
-    whole, torn, none = (copied(config, tmp_path / name) for name in ("whole", "torn", "none"))
+def test_run_without_a_tracker_resumes_from_the_newest_whole(config: Config, ranks: RankPool, tmp_path: Path) -> None:
+    """Or is refused: it never starts again."""
+    whole, torn, none = (copy_run(config, tmp_path / name) for name in ("whole", "torn", "none"))
     for ours in (whole, torn, none):
         (newest(ours).parent / TRACKER).unlink()
     (newest(torn) / STATE).unlink()
     for place in newest(none).parent.glob("iter_*"):
         (data := max(place.glob("*.distcp"))).unlink()
-    (kept, _), (earlier, _), (said, weights) = ranks.run(1, load, [whole, torn, none])[0]
+    (kept, _), (earlier, _), (message, weights) = ranks.run(1, load, [whole, torn, none])[0]
     assert (kept, earlier, weights) == ("step 2", "step 1", None)
-    assert f"has no {TRACKER}, and no whole checkpoint (iter_0000002: {data.name} is missing)" in said
+    assert f"no whole checkpoint (iter_0000002: {data.name} is missing)" in message
     assert latest_step(tmp_path / "nowhere") is None

@@ -1,4 +1,4 @@
-"""An objective of the user's own trains as if it were one of the table, and what it must not be is refused."""
+"""A user's own objective trains like a named one; unfit objectives and engines are refused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig, RolloutConfig, replace
+from megatron_dppo.config import Config, LossConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import Objective
-from megatron_dppo.train import train
 from megatron_dppo.trainer.functions import engine_maker, objective_of
 from tests.ranks import RankPool
-from tests.small_runs import configure, rows, write_run
+from tests.small_runs import live, rows, small_run, write_run
 
 FILE = """
 import torch
@@ -73,23 +72,18 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def _trained(rank: int, size: int, config: object) -> None:
-    train(config)  # type: ignore[arg-type]
+def test_ppo_from_a_file_is_grpo(ranks: RankPool, own: Path, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "policy")
+    settings = ("layout.tp=2", "run.steps=2", "loss.updates_per_rollout=2")
+    named = small_run(folder, tmp_path / "named", *settings)
+    given = small_run(folder, tmp_path / "given", *settings, f"loss.objective={own}:ppo")
+    ranks.in_turn(2, (live, named), (live, given))
+    assert rows(tmp_path / "given") == rows(tmp_path / "named")
+    assert any(row.get("train/pg_clipfrac") for row in rows(tmp_path / "given"))
 
 
-def test_a_run_with_ppo_in_a_file_is_the_run_with_grpo(ranks: RankPool, own: Path, tmp_path: Path) -> None:
-    folder, found = write_run(tmp_path), []
-    for objective in (None, f"{own}:ppo"):
-        config = configure(folder, tmp_path / str(len(found)), LayoutConfig(tp=2, dp=1), steps=2)
-        config = replace(config, loss=LossConfig(objective=objective, updates_per_rollout=2))
-        ranks.run(2, _trained, config)
-        found.append(rows(tmp_path / str(len(found))))
-    assert found[0] == found[1]
-    assert any(row.get("train/pg_clipfrac") for row in found[1])
-
-
-def test_the_clips_and_the_ratio_are_those_of_the_named_objective(own: Path) -> None:
-    """GSPO's ratio is its sequence's, and a clip that the run sets holds."""
+def test_clips_and_ratio_are_those_of_the_named_objective(own: Path) -> None:
+    """GSPO's ratio is its sequence's; a clip of the run's settings holds."""
     old = torch.tensor([-1.0, -1.0])
     given = {
         "logprobs": torch.tensor([-1.0, -0.6]),
@@ -112,7 +106,7 @@ def test_the_clips_and_the_ratio_are_those_of_the_named_objective(own: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["plain", "sequence_mean"])
-def test_means_and_sums_over_a_completion_are_taken(name: str, own: Path) -> None:
+def test_means_and_sums_over_a_completion_are_accepted(name: str, own: Path) -> None:
     objective_of(LossConfig(objective=f"{own}:{name}"))
 
 
@@ -128,14 +122,14 @@ def test_means_and_sums_over_a_completion_are_taken(name: str, own: Path) -> Non
         ("nothing", "has no function 'nothing'"),
     ],
 )
-def test_what_an_objective_must_not_be_is_refused(name: str, problem: str, own: Path) -> None:
+def test_unfit_objective_is_refused(name: str, problem: str, own: Path) -> None:
     with pytest.raises(UserError, match=problem) as refused:
         objective_of(LossConfig(objective=f"{own}:{name}"))
     assert (refused.value.setting, refused.value.value) == ("loss.objective", f"{own}:{name}")
 
 
-def test_what_a_function_raises_in_a_run_is_told_by_its_name(own: Path) -> None:
-    """An objective passes its trial, and fails on a pack; an engine cannot be made."""
+def test_error_of_a_function_has_its_name(own: Path) -> None:
+    """Of an objective that passes its trial and fails on a pack, and of an engine's constructor."""
     objective = objective_of(LossConfig(objective=f"{own}:stumbles"))
     tokens = token_losses_of(objective, 4)
     assert len(tokens) == 4
@@ -156,7 +150,7 @@ def token_losses_of(objective: Objective, count: int) -> torch.Tensor:
     return token_losses(objective, logprobs=logprobs, old_logprobs=logprobs, tis_cap=None, sample=sample, **rest).loss
 
 
-def test_an_engine_of_ones_own_without_what_a_run_asks_of_it_is_refused(own: Path) -> None:
+def test_own_engine_without_all_methods_is_refused(own: Path) -> None:
     make = engine_maker(Config(rollout=RolloutConfig(engine_function=f"{own}:Half")))
     assert make is not None
     with pytest.raises(UserError, match="made a Half, which lacks finish, sample_each, take_events"):
