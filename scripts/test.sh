@@ -31,7 +31,7 @@ if [ "$tier" = newest ]; then
 fi
 source "$(dirname "$0")/install.sh" "$extras"
 newest=(
-    tests/models tests/parallel tests/bridge/test_{torch_dist,load_checkpoint}.py tests/trainer/test_*checkpoint*.py
+    tests/models tests/parallel tests/bridge/test_{torch_dist,load}.py tests/trainer/test_*checkpoint*.py
     tests/trainer/test_{learner,resume}.py tests/laws/test_{resume,routing_replay}.py
     tests/test_{context_parallel,families,lora,split_invariance}.py tests/laws/test_real_gradients.py tests/rehearsal
 )

@@ -1,4 +1,4 @@
-"""Records what Transformer Engine's layers are called, where it can be imported: ``python -m tests.bridge.record_te``.
+"""Recorder of the names of Transformer Engine's layers, if it is installed: ``python -m tests.bridge.record_te``.
 
 No GPU is needed: the layers are made, and written to a checkpoint, but never run.
 """
@@ -45,7 +45,7 @@ POLICIES: dict[str, Callable[[Path], PolicyShape]] = {
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a policy's tensors are called, and their shapes."""
+    """Names and shapes of a policy's tensors."""
 
     parameters: Shapes
     """Of this rank, as the model has them."""
@@ -54,12 +54,12 @@ class Names:
 
 
 def making(spec: Spec) -> AbstractContextManager[object]:
-    """Transformer Engine refuses to make its layers without a GPU, though it needs one only to run them."""
+    """Let Transformer Engine make its layers without a GPU, which only running them requires."""
     return patch.object(torch.cuda, "is_available", lambda: True) if spec == "te" else nullcontext()
 
 
 def names(rank: int, size: int, path: Path, layout: LayoutConfig, spec: Spec, folder: Path) -> Names:
-    """The names of the policy at ``path``, whose checkpoint the trainer's own code writes into ``folder``."""
+    """Return the names of the policy at ``path``. The trainer's own code writes its checkpoint into ``folder``."""
     world, shape = initialize(layout, seed=1, timeout_s=60.0), read_shape(path)
     model, run = ModelConfig(path=str(path), spec=spec), RunConfig(dir=str(folder))
     config = Config(model=model, layout=layout, run=run)
@@ -79,7 +79,7 @@ def layout_of(tp: int, pp: int = 1) -> LayoutConfig:
 
 
 def record(ranks: RankPool, write: Callable[[Path], PolicyShape]) -> dict[str, dict[str, list]]:
-    """``parameters``, with their shapes at each of :data:`TPS`, and ``checkpoint``, which is the same at all."""
+    """Return ``parameters``, with their shapes at each of :data:`TPS`, and ``checkpoint``, the same at all."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder, "policy"))
         runs = {tp: (Path(folder, "policy"), layout_of(tp), "te", Path(folder, f"tp{tp}")) for tp in TPS}

@@ -1,73 +1,33 @@
-"""Law 4 from file to file: Hugging Face → Megatron's distributed format → Hugging Face is the identity."""
+"""Weights between both forms: casts, and ``--verify``, which finds changed bits and models of other logits."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import re
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from megatron_dppo.bridge import chunks, torch_dist
-from megatron_dppo.bridge.checkpoint_folder import TRACKER
-from megatron_dppo.bridge.safetensors_files import INDEX, check_weights
-from tests.bridge.conversions import contents, same, to_hf, to_megatron, weights
-from tests.bridge.directories import FAMILIES, Sizes, write_qwen3
-
-
-@st.composite
-def sizes(draw: st.DrawFn) -> Sizes:
-    groups, queries = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    return Sizes(
-        vocab_size=draw(st.integers(20, 300)),
-        hidden_size=groups * queries * draw(st.integers(1, 5)),
-        intermediate_size=draw(st.integers(1, 30)),
-        num_hidden_layers=draw(st.integers(1, 3)),
-        num_attention_heads=groups * queries,
-        num_key_value_heads=groups,
-        head_dim=2 * draw(st.integers(1, 4)),
-        tie_word_embeddings=draw(st.booleans()),
-    )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=12, deadline=None)
-@given(
-    sizes=sizes(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    shard_kb=st.sampled_from([2, 20, 10**6]),
-    file_bytes=st.sampled_from([1, 20_000, torch_dist.FILE_BYTES]),
-    buffer_bytes=st.sampled_from([1, 100, chunks.BUFFER_BYTES]),
-    workers=st.integers(1, 3),
-)
-def test_there_and_back_is_the_identity(
-    family: str, sizes: Sizes, dtype: torch.dtype, shard_kb: int, file_bytes: int, buffer_bytes: int, workers: int
-) -> None:
-    with (
-        TemporaryDirectory() as folder,
-        patch.object(torch_dist, "FILE_BYTES", file_bytes),
-        patch.object(chunks, "BUFFER_BYTES", buffer_bytes),
-    ):
-        there, back, source = (Path(folder, name) for name in ("megatron", "back", "source"))
-        shape = FAMILIES[family](source, sizes, dtype=dtype, shard_size=f"{shard_kb}KB")
-        options = ["--workers", str(workers), "--verify", "tensors"]
-        assert to_megatron(source, there, *options) == 0
-        assert to_hf(there, back, "--shard-gb", str(shard_kb * 1e-6), *options) == 0
-        assert same(weights(back), weights(source))
-        check_weights(back, shape)
-        shards = sorted(back.glob("*.safetensors"))
-        assert (len(shards) > 1) == (back / INDEX).exists()
-        assert all(
-            sum(t.nbytes for t in load_file(s).values()) <= shard_kb * 1000 or len(load_file(s)) == 1 for s in shards
-        )
+from megatron_dppo.bridge import convert, convert_commands
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, TRACKER
+from megatron_dppo.bridge.chunks import Chunk
+from megatron_dppo.bridge.convert import compare_logits, compare_tensors, in_threads, logits_dtype, stored_chunks
+from megatron_dppo.bridge.mapping import entries, expected_tensors
+from megatron_dppo.bridge.safetensors_files import check_weights
+from megatron_dppo.bridge.stored_policy import StoredPolicy
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape, read_shape
+from tests.bridge.conversions import contents, printed_error, same, to_hf, to_megatron, weights
+from tests.bridge.directories import Sizes, assert_same_for_transformers, write_qwen3
+from tests.commands import run_script
+from tests.damage import flip
 
 
 def test_weights_may_be_cast_on_either_way(tmp_path: Path) -> None:
@@ -83,7 +43,7 @@ def test_weights_may_be_cast_on_either_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("other", "both"), [(torch.float64, torch.float64), (torch.float16, torch.float32)])
-def test_mixed_types_become_one_that_holds_them_all(tmp_path: Path, other: torch.dtype, both: torch.dtype) -> None:
+def test_mixed_types_become_their_common_type(tmp_path: Path, other: torch.dtype, both: torch.dtype) -> None:
     write_qwen3(tmp_path / "source", Sizes(), dtype=torch.bfloat16)
     tensors = weights(tmp_path / "source")
     changed = "model.layers.1.self_attn.k_proj.weight"
@@ -94,7 +54,7 @@ def test_mixed_types_become_one_that_holds_them_all(tmp_path: Path, other: torch
     assert same(weights(tmp_path / "back"), {name: tensor.to(both) for name, tensor in tensors.items()})
 
 
-def test_an_output_layer_that_is_tied_is_not_carried_along(tmp_path: Path) -> None:
+def test_a_tied_output_layer_is_not_carried_along(tmp_path: Path) -> None:
     write_qwen3(tmp_path / "source", Sizes(tie_word_embeddings=True), dtype=torch.bfloat16)
     tensors = weights(tmp_path / "source")
     copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].float()}
@@ -104,57 +64,152 @@ def test_an_output_layer_that_is_tied_is_not_carried_along(tmp_path: Path) -> No
     assert same(weights(tmp_path / "back"), tensors)
 
 
-def test_a_checkpoint_may_be_named_itself_and_its_configuration_elsewhere(tmp_path: Path) -> None:
-    write_qwen3(tmp_path / "source", Sizes())
-    assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
+def test_transformers_loads_a_checkpoint_named_by_itself(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_qwen3(source, Sizes())
+    for name, workers in {"megatron": "1", "again": "4"}.items():
+        assert to_megatron(source, tmp_path / name, "--workers", workers) == 0
+    assert contents(tmp_path / "megatron") == contents(tmp_path / "again"), "the same files from any workers"
     assert (tmp_path / "megatron" / TRACKER).read_text() == "release\n"
     (tmp_path / "megatron" / "release").rename(tmp_path / "alone")
-    assert to_hf(tmp_path / "alone", tmp_path / "back", "--hf", str(tmp_path / "source")) == 0
-    assert same(weights(tmp_path / "back"), weights(tmp_path / "source"))
+    assert to_hf(tmp_path / "alone", tmp_path / "back", "--hf", str(source), "--shard-gb", "4e-5") == 0
+    assert_same_for_transformers(tmp_path / "back", source)
 
 
-def test_a_dry_run_prints_the_plan_and_its_memory_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_qwen3(tmp_path / "source", Sizes())
-    before = contents(tmp_path)
-    assert to_megatron(tmp_path / "source", tmp_path / "megatron", "--dry-run", "--workers", "3") == 0
-    printed = capsys.readouterr().out
-    assert "__0_0.distcp" in printed
-    assert "memory: at most 3.8 MiB of weights at a time, in 3 workers" in printed
-    assert contents(tmp_path) == before
+def test_a_failure_ends_the_work_of_all_threads() -> None:
+    done: list[int] = []
+    threads = set()
+
+    def work(item: int) -> None:
+        threads.add(threading.get_ident())
+        if item == 5:
+            raise OSError("full")
+        time.sleep(0.01)
+        done.append(item)
+
+    with pytest.raises(OSError, match="full"):
+        in_threads(work, range(1000), 2)
+    assert len(done) < 1000 - 1
+    assert len(threads) <= 2
+
+
+NAMES = {
+    "checkpoint": "model.embed_tokens.weight",
+    "checkpoint without checksums": "model.layers.0.self_attn.k_proj.weight",
+    "directory": "model.layers.1.mlp.up_proj.weight",
+}
+UP = NAMES["directory"]
+
+
+def parts_in_checkpoint(place: Path, shape: PolicyShape) -> dict[str, list[Chunk]]:
+    policy = StoredPolicy(place, shape, "CKPT")
+    return {name: parts for entry in entries(shape) for name, parts in policy.tensors(entry).items()}
+
+
+def compare(source: Path, checkpoint: Path) -> str:
+    shape = read_shape(source)
+    policy = StoredPolicy(checkpoint, shape, "CKPT")
+    return compare_tensors(policy, source, shape, written=policy.dtype, workers=2, advance=lambda size: None)
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_a_flipped_bit_in_either_form_is_found(tmp_path: Path, form: str) -> None:
+    name = NAMES[form]
+    shape = write_qwen3(tmp_path / "source", Sizes(), shard_size="40KB")
     assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
-    before = contents(tmp_path)
-    assert to_hf(tmp_path / "megatron", tmp_path / "back", "--dry-run", "--verify", "--shard-gb", "4e-5") == 0
-    printed = capsys.readouterr().out
-    assert "model-00002-of-00002.safetensors" in printed
-    assert "then the whole model for its logits, 0.02 million weights in float32" in printed
-    assert contents(tmp_path) == before
+    checkpoint = tmp_path / "megatron" / "release"
+    digest = compare(tmp_path / "source", checkpoint)
+    found = f"--verify = {re.escape(name)}: differs between the two forms"
+    if form == "checkpoint without checksums":
+        (checkpoint / CHECKSUMS).unlink()
+    if form == "checkpoint":
+        found = r"CKPT = .*/release: __0_\d.distcp is damaged: bytes .* are not what was written"
+    if form == "directory":
+        part = stored_chunks(check_weights(tmp_path / "source", shape))[name]
+    else:
+        part = parts_in_checkpoint(checkpoint, shape)[name][-1]
+    for byte in (0, part.rows * part.columns * part.dtype.itemsize - 1):
+        flip(part.file, 8 * (part.start + byte))
+        with pytest.raises(UserError, match=found):
+            compare(tmp_path / "source", checkpoint)
+        flip(part.file, 8 * (part.start + byte))
+    assert compare(tmp_path / "source", checkpoint) == digest
 
 
-def test_the_same_files_are_written_however_many_work(tmp_path: Path) -> None:
-    write_qwen3(tmp_path / "source", Sizes())
-    for name, workers in {"one": "1", "four": "4"}.items():
-        assert to_megatron(tmp_path / "source", tmp_path / name, "--workers", workers) == 0
-    assert contents(tmp_path / "one") == contents(tmp_path / "four")
+def test_the_digest_is_the_policys_and_not_the_files(tmp_path: Path) -> None:
+    digests = []
+    for name, tied, shard_size in (("one", False, "1GB"), ("more", False, "40KB"), ("tied", True, "1GB")):
+        write_qwen3(tmp_path / name, Sizes(tie_word_embeddings=tied), shard_size=shard_size)
+        assert to_megatron(tmp_path / name, tmp_path / f"{name}.megatron") == 0
+        digests.append(compare(tmp_path / name, tmp_path / f"{name}.megatron/release"))
+    assert digests[0] == digests[1] != digests[2]
+
+
+def flipping(write: Callable[..., None]) -> Callable[..., None]:
+    """Flip a bit of what ``write`` has written, as a failing disk would."""
+
+    def write_and_flip(*arguments: object, **options: object) -> None:
+        write(*arguments, **options)
+        out = arguments[3]
+        if (out / "release").exists():
+            part = parts_in_checkpoint(out / "release", read_shape(out / "hf"))[UP][0]
+        else:
+            part = stored_chunks(check_weights(out, read_shape(out)))[UP]
+        flip(part.file, 8 * (part.start + 5))
+
+    return write_and_flip
 
 
 @pytest.mark.parametrize(
-    "option", [["--workers", "0"], ["--shard-gb", "nan"], ["--shard-gb", "-1"], ["--dtype", "int8"]]
+    ("convert", "write", "problem"),
+    [
+        (to_megatron, "write_megatron", "__0_0.distcp is damaged"),
+        (to_hf, "write_hf", f"{UP} problem differs between the two"),
+    ],
 )
-def test_an_option_of_no_meaning_is_refused(option: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        to_hf(tmp_path, tmp_path, *option)
-    assert caught.value.code == 2
+def test_wrongly_written_weights_are_never_put_in_place(
+    tmp_path: Path, convert: Callable[..., int], write: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, checkpoint, out = tmp_path / "source", tmp_path / "checkpoint", tmp_path / "out"
+    write_qwen3(source, Sizes())
+    assert to_megatron(source, checkpoint) == 0
+    origin = source if convert is to_megatron else checkpoint
+    for options in ([], ["--overwrite"]):
+        before = contents(tmp_path)
+        with patch.object(convert_commands, write, flipping(getattr(convert_commands, write))):
+            assert convert(origin, out, "--verify", "tensors", *options) == 2
+        assert problem in printed_error(capsys)
+        assert contents(tmp_path) == before
+        assert convert(origin, out, "--verify", "tensors", *options) == 0
 
 
-def test_a_conversion_needs_neither_megatron_nor_transformers(tmp_path: Path) -> None:
-    write_qwen3(tmp_path / "source", replace(Sizes(), num_hidden_layers=1))
-    program = (
-        "import sys; from pathlib import Path; from tests.bridge.conversions import to_hf, to_megatron\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        "assert to_megatron(folder / 'source', folder / 'megatron', '--verify', 'tensors') == 0\n"
-        "assert to_hf(folder / 'megatron', folder / 'back', '--verify', 'tensors') == 0\n"
-        "assert not {'megatron', 'transformers'} & {module.partition('.')[0] for module in sys.modules}\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_logits_are_computed_in_the_type_that_fits(tmp_path: Path) -> None:
+    shape = write_qwen3(tmp_path, Sizes())
+    count = sum(torch.Size(size).numel() for size in expected_tensors(shape).values())
+
+    def choose(stored: torch.dtype, free: float) -> torch.dtype:
+        with patch.object(convert.psutil, "virtual_memory") as memory:
+            memory.return_value.available = free * count
+            return logits_dtype(shape, stored)
+
+    assert choose(torch.bfloat16, 8) is torch.float32
+    assert choose(torch.bfloat16, 5) is torch.bfloat16
+    for stored, free in ((torch.bfloat16, 3), (torch.float16, 5)):
+        with pytest.raises(UserError, match="--verify tensors"):
+            choose(stored, free)
+
+
+def tell_models_apart(source: Path, checkpoint: Path) -> None:
+    shape = read_shape(source)
+    types = {"dtype": torch.float32, "written": torch.float32}
+    assert compare_logits(checkpoint, source, shape, **types) < 1e-4
+    for changes in ({"rope_theta": 5e5}, {"rms_eps": 1e-1}):
+        with pytest.raises(UserError, match=r"logits differ by .* of their deviation, over 0.001"):
+            compare_logits(checkpoint, source, replace(shape, **changes), **types)
+
+
+def test_models_of_other_logits_are_told_apart(tmp_path: Path) -> None:
+    source, log = tmp_path / "source", tmp_path / "log"
+    write_qwen3(source, Sizes())
+    assert to_megatron(source, tmp_path / "megatron") == 0
+    run_script(tell_models_apart, source, tmp_path / "megatron/release", log=log)  # a process group of its own

@@ -1,4 +1,4 @@
-"""A model directory is written to the last tensor, or its writer says which is missing."""
+"""A model directory is written to the last tensor, or its writer names the missing ones."""
 
 from __future__ import annotations
 
@@ -8,47 +8,39 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.bridge.hf_directory import FilePlan, SafetensorsWriter, plan_files
-from megatron_dppo.bridge.mapping import expected_tensors
+from megatron_dppo.bridge.hf_directory import SafetensorsWriter, plan_files
 from megatron_dppo.bridge.safetensors_files import INDEX
 from megatron_dppo.models.shape import PolicyShape
 
 SHAPE = PolicyShape(2, 12, 6, 3, 4, 10, 37, False, 1e6, 1e-6, 128)
+PLAN = plan_files(SHAPE, torch.bfloat16, 4000)
 NORM = "model.norm.weight"
 
 
-@pytest.fixture
-def plan() -> FilePlan:
-    return plan_files(SHAPE, torch.bfloat16, 4000)
-
-
-def test_tensors_may_come_in_any_order_and_type(tmp_path: Path, plan: FilePlan) -> None:
-    tensors = {name: torch.randn(*size, 2)[..., 0] for name, size in expected_tensors(SHAPE).items()}
-    with SafetensorsWriter.open(plan, tmp_path) as writer:
+def test_tensors_may_come_in_any_order_and_type(tmp_path: Path) -> None:
+    tensors = {name: torch.randn(*size, 2)[..., 0] for name, size in PLAN.tensors.items()}
+    with SafetensorsWriter.open(PLAN, tmp_path) as writer:
         for name in reversed(tensors):
             writer.write(name, tensors[name])
         assert not (tmp_path / INDEX).exists()
-    read = {name: tensor for file in plan.files for name, tensor in load_file(tmp_path / file).items()}
-    assert len(plan.files) > 1
+    read = {name: tensor for file in PLAN.files for name, tensor in load_file(tmp_path / file).items()}
+    assert len(PLAN.files) > 1
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name].bfloat16()) for name in tensors)
 
 
-def test_a_tensor_that_never_came_is_named_and_no_index_is_written(tmp_path: Path, plan: FilePlan) -> None:
-    with pytest.raises(ValueError, match=f"not written: {NORM}"), SafetensorsWriter.open(plan, tmp_path) as writer:
-        for name, size in plan.tensors.items():
-            if name != NORM:
-                writer.write(name, torch.ones(size))
+def test_a_missing_tensor_is_named_and_no_index_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"not written: {NORM}"), SafetensorsWriter.open(PLAN, tmp_path) as writer:
+        for name in PLAN.tensors.keys() - {NORM}:
+            writer.write(name, torch.ones(PLAN.tensors[name]))
     assert not (tmp_path / INDEX).exists()
 
 
-def test_a_tensor_comes_once_in_its_own_shape(tmp_path: Path, plan: FilePlan) -> None:
-    with pytest.raises(ValueError, match="not written: "), SafetensorsWriter.open(plan, tmp_path) as writer:
-        for wrong in (torch.ones(13), torch.ones(12, 1)):
+def test_a_tensor_comes_once_in_its_own_shape(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not written: "), SafetensorsWriter.open(PLAN, tmp_path) as writer:
+        for name, size in ((NORM, (13,)), (NORM, (12, 1)), ("model.norm.bias", (12,))):
             with pytest.raises(ValueError, match="is not in the plan"):
-                writer.write(NORM, wrong)
-        with pytest.raises(ValueError, match="is not in the plan"):
-            writer.write("model.norm.bias", torch.ones(12))
+                writer.write(name, torch.ones(size))
         writer.write(NORM, torch.ones(12))
         with pytest.raises(ValueError, match="was written before"):
             writer.write(NORM, torch.ones(12))

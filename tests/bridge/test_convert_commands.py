@@ -1,0 +1,348 @@
+"""The conversion commands: refusals with one clear error, and conversions that end in the middle change nothing."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megatron_dppo.bridge import convert_commands
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, TRACKER
+from megatron_dppo.process import files
+from tests.bridge.conversions import contents, printed_error, to_hf, to_megatron
+from tests.bridge.directories import Sizes, write_qwen3
+from tests.commands import Command
+from tests.damage import UNUSABLE
+
+LAST, SHARDS = "model-00002-of-00002.safetensors", "__0_0.distcp"
+Convert = Callable[..., int]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model directory of two files."""
+    write_qwen3(tmp_path / "source", Sizes(), shard_size="40KB")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def checkpoint(source: Path, tmp_path: Path) -> Path:
+    """A folder with a converted checkpoint."""
+    assert to_megatron(source, tmp_path / "checkpoint") == 0
+    return tmp_path / "checkpoint"
+
+
+def set_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+BAD_ORIGINS: list[tuple[Convert, Callable[[Path], object], str]] = [
+    (to_megatron, lambda at: set_config(at, head_dim=8), "has shape [6], but config.json makes it [8]"),
+    (to_megatron, lambda at: set_config(at, architectures=["MambaForCausalLM"]), "Mamba"),
+    (to_megatron, shutil.rmtree, "is not a directory"),
+    (to_hf, lambda at: (at / "release/metadata.json").unlink(), "no checkpoint in Megatron's distributed"),
+    (to_hf, lambda at: shutil.rmtree(at / "hf"), "there is no hf/ with the model's config.json"),
+    (to_hf, lambda at: set_config(at / "hf", num_hidden_layers=3), "has shape [2, 24], but config.json makes it"),
+    (to_hf, lambda at: set_config(at / "hf", **QWEN2), "decoder.layers.self_attention.linear_qkv.bias is missing"),
+    (to_hf, lambda at: set_config(at / "hf", tie_word_embeddings=True), "output_layer.weight is no part of a Qwen3"),
+]
+
+
+@pytest.mark.parametrize(("convert", "damage", "problem"), BAD_ORIGINS)
+def test_a_bad_origin_is_refused(
+    source: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    convert: Convert,
+    damage: Callable[[Path], object],
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (checkpoint / "release" / CHECKSUMS).unlink()  # as an earlier version left a checkpoint
+    origin, out = source if convert is to_megatron else checkpoint, tmp_path / "out"
+    assert convert(origin, out) == 0
+    assert ("has no checksums.json, as its writer left one" in capsys.readouterr().err) == (convert is to_hf)
+    before = contents(out)
+    damage(origin)
+    for place, options in {out: ["--overwrite"], tmp_path / "absent": []}.items():
+        assert convert(origin, place, *options) == 2
+        text = printed_error(capsys)
+        assert text.startswith(
+            f"error: HF = {source} " if convert is to_megatron else ("error: CKPT = ", "error: --hf")
+        )
+        assert problem in text
+    assert contents(out) == before
+    assert {path.name for path in tmp_path.iterdir()} <= {"source", "checkpoint", "out"}
+
+
+READ: list[tuple[str, Convert, str, str, str]] = [
+    ("HF", to_megatron, "source", LAST, LAST),
+    ("CKPT", to_hf, "checkpoint/release", METADATA, METADATA),
+    ("CKPT", to_hf, "checkpoint/release", SHARDS, SHARDS),
+    ("CKPT", to_hf, "checkpoint/release", CHECKSUMS, CHECKSUMS),
+]
+"""A setting, its conversion, the folder and the file, and the text of the refusal."""
+READ_UNCHECKED = [
+    ("CKPT", to_hf, "checkpoint/release", METADATA, METADATA),
+    ("CKPT", to_hf, "checkpoint/release", SHARDS, f"{SHARDS} |embedding.word_embeddings.weight cannot be read"),
+]
+"""The same of a checkpoint of an earlier version, which wrote no checksums."""
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checksums", "without checksums"])
+def test_a_damaged_file_is_named_and_nothing_is_written(
+    source: Path, checkpoint: Path, tmp_path: Path, checked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not checked:
+        (checkpoint / "release" / CHECKSUMS).unlink()
+    for setting, convert, folder, name, said in READ if checked else READ_UNCHECKED:
+        place = tmp_path / folder
+        for damage in UNUSABLE if not checked else ("truncated", "zeros", "a folder"):
+            whole = (place / name).read_bytes()
+            UNUSABLE[damage](place / name, random.Random(damage))
+            before = contents(tmp_path)
+            assert convert(source if convert is to_megatron else checkpoint, tmp_path / "absent") == 2
+            text = printed_error(capsys)
+            assert text.startswith(f"error: {setting} = {place}") and re.search(said, text), (name, damage, text)
+            assert contents(tmp_path) == before
+            if (place / name).is_dir():
+                (place / name).rmdir()
+            (place / name).write_bytes(whole)
+
+
+def test_only_conversions_are_replaced_and_only_when_asked(
+    source: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf, run, kept = tmp_path / "hf", tmp_path / "run/checkpoints", tmp_path / "kept"
+    assert to_hf(checkpoint, hf) == 0
+    shutil.copytree(checkpoint / "release", run / "iter_0000004")
+    (run / TRACKER).write_text("4\n")
+    for origin in (checkpoint, source):
+        shutil.copytree(origin, kept, dirs_exist_ok=True)
+    (kept / "thesis.tex").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(source)
+    before = contents(tmp_path)
+    of_either = {
+        run: "is there already and is no",
+        run.parent: "is there already and is no",
+        tmp_path / "file": "is there already and is no",
+        kept: "in it, which is no part of a",
+        Path("/proc"): "is a whole file system",
+        Path("/proc/out"): "",
+        tmp_path / "file" / "out": "was not written",
+    }
+    refusals = [
+        (convert, out, ["--overwrite"], text) for convert in (to_megatron, to_hf) for out, text in of_either.items()
+    ]
+    refusals += [(to_megatron, out, ["--overwrite"], "is read from") for out in (source, tmp_path, tmp_path / "link")]
+    of_checkpoint = (checkpoint / "release", checkpoint / "hf", checkpoint)
+    refusals += [(to_hf, out, ["--overwrite"], "is read from there") for out in of_checkpoint]
+    refusals += [(to_megatron, checkpoint, [], "is there already"), (to_hf, hf, [], "is there already")]
+    for convert, out, options, text in refusals:
+        assert convert(source if convert is to_megatron else checkpoint, out, *options) == 2
+        error = printed_error(capsys)
+        assert f"error: OUT = {out} problem" in error and text in error
+    assert contents(tmp_path) == before
+
+
+def test_a_directory_behind_a_link_is_replaced(source: Path, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk/megatron").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk/megatron")
+    for options in ([], ["--overwrite"]):
+        assert to_megatron(source, tmp_path / "link", *options) == 0
+        assert contents(tmp_path / "disk/megatron") == contents(checkpoint)
+        assert (tmp_path / "link").is_symlink()
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    source: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, out = contents(tmp_path), tmp_path / "out"
+    assert to_megatron(source, out, "--dry-run", "--workers", "3") == 0
+    assert to_hf(checkpoint, out, "--dry-run", "--verify", "--shard-gb", "4e-5") == 0
+    printed = capsys.readouterr().out
+    assert "memory: at most 3.8 MiB of weights at a time, in 3 workers" in printed
+    assert "then the whole model for its logits, 0.02 million weights in float32" in printed
+    assert SHARDS in printed and LAST in printed
+    assert contents(tmp_path) == before
+    for option in (["--workers", "0"], ["--shard-gb", "nan"], ["--shard-gb", "-1"], ["--dtype", "int8"]):
+        with pytest.raises(SystemExit) as caught:
+            to_hf(checkpoint, out, *option)
+        assert caught.value.code == 2
+
+
+def test_a_conversion_imports_neither_megatron_nor_transformers(source: Path) -> None:
+    """Checks of directories and checkpoints do without torch, too."""
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from megatron_dppo.bridge import checkpoint_folder, safetensors_files\n"
+        "assert 'torch' not in sys.modules\n"
+        "from tests.bridge.conversions import to_hf, to_megatron\n"
+        f"folder = Path({str(source.parent)!r})\n"
+        "assert to_megatron(folder / 'source', folder / 'megatron', '--verify', 'tensors') == 0\n"
+        "assert to_hf(folder / 'megatron', folder / 'back', '--verify', 'tensors') == 0\n"
+        "assert not {'megatron', 'transformers'} & {module.partition('.')[0] for module in sys.modules}\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+TOOLS = Path(convert_commands.__file__).parents[2] / "tools/convert_ckpt"
+
+
+def write_errors_to(file: Path) -> None:
+    with file.open("w") as errors:
+        os.dup2(errors.fileno(), 2)
+
+
+def test_the_tools_compare_logits_and_print_nothing_else(source: Path, tmp_path: Path) -> None:
+    """The first tool casts as well, which is no difference of the models."""
+    runs = {
+        "hf_to_megatron.py": (source, tmp_path / "megatron", "--dtype", "bf16"),
+        "megatron_to_hf.py": (tmp_path / "megatron", tmp_path / "back"),
+    }
+    for tool, words in runs.items():
+        log, errors = tmp_path / f"{tool}.out", tmp_path / f"{tool}.err"
+        command = ["python", str(TOOLS / tool), *map(str, words), "--verify"]
+        assert Command(command, log, before=partial(write_errors_to, errors)).exit_code() == 0, errors.read_text()
+        tensors, logits, written = log.read_text().splitlines()
+        assert "every tensor is the same in both forms" in tensors
+        assert float(re.search(r"differ by at most (\S+) of", logits)[1]) < 1e-4
+        assert written == f"{words[1]}: 0.02 million weights in bfloat16"
+        no_gpu = "No CUDA runtime is found"  # of a torch with CUDA
+        said = [line.partition(":")[0] for line in errors.read_text().splitlines() if no_gpu not in line]
+        assert said[1:] == ["verifying"]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> dict[Convert, Path]:
+    """Origins of both conversions, with twice 3 MB of embeddings: two thirds of a small disk of 9 MiB."""
+    folder = tmp_path_factory.mktemp("large")
+    write_qwen3(folder / "source", Sizes(vocab_size=12_000, hidden_size=64))
+    assert to_megatron(folder / "source", folder / "checkpoint") == 0
+    return {to_megatron: folder / "source", to_hf: folder / "checkpoint"}
+
+
+@pytest.fixture(params=[to_megatron, to_hf])
+def convert(request: pytest.FixtureRequest, large: dict[Convert, Path]) -> Convert:
+    """A conversion of either kind to a given place."""
+    return partial(request.param, large[request.param])
+
+
+def test_too_small_a_disk_is_noticed_beforehand(
+    convert: Convert, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (small_disk / "ballast").write_bytes(bytes(4 << 20))
+    assert convert(small_disk / "out") == 2
+    assert "are to be written, and" in printed_error(capsys)
+    assert list(small_disk.iterdir()) == [small_disk / "ballast"]
+
+
+@pytest.mark.parametrize("free_kb", [5000, 6, 0])
+def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(
+    convert: Convert, small_disk: Path, free_kb: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room = shutil.disk_usage(small_disk)._replace(free=10**12)
+    page = os.sysconf("SC_PAGE_SIZE")
+    with (small_disk / "ballast").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, (shutil.disk_usage(small_disk).free - free_kb * 1000) // page * page)
+    with patch.object(files.shutil, "disk_usage", return_value=room):  # as free as when the disk was checked
+        assert convert(small_disk / "out") == 2
+    text = printed_error(capsys)
+    assert f"error: OUT = {small_disk}/out problem was not written" in text
+    assert "No space left on device" in text
+    assert list(small_disk.iterdir()) == [small_disk / "ballast"]
+
+
+def test_a_failing_write_leaves_the_former_one(
+    convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert convert(out) == 0
+    before = contents(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, limits[1]))
+    try:
+        assert convert(out, "--overwrite") == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"error: OUT = {out} problem was not written ([Errno 27] File too large)" in printed_error(capsys)
+    assert contents(tmp_path) == before
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def end_in_mid_write(number: int, convert: Convert, out: Path) -> None:
+    """Convert, and send a signal to this process when the 13th run of bytes is due."""
+    written, pwrite = 0, os.pwrite
+
+    def dying(*arguments: object) -> int:
+        nonlocal written
+        if (written := written + 1) == 13:
+            assert any(out.parent.glob(".out.*"))
+            os.kill(os.getpid(), number)
+        return pwrite(*arguments)
+
+    with patch.object(os, "pwrite", dying):
+        os._exit(convert(out, "--overwrite"))
+
+
+def kill_between_renames(number: int, convert: Convert, out: Path) -> None:
+    rename = Path.rename
+
+    def dying(self: Path, target: Path) -> Path:
+        if self.name == ".out.writing":
+            os.kill(os.getpid(), number)
+        return rename(self, target)
+
+    with patch.object(Path, "rename", dying):
+        convert(out, "--overwrite")
+
+
+@pytest.mark.parametrize(
+    ("end", "number", "old", "code", "left"),
+    [
+        (end_in_mid_write, signal.SIGKILL, True, -signal.SIGKILL, {".out.writing", "out"}),
+        (end_in_mid_write, signal.SIGKILL, False, -signal.SIGKILL, {".out.writing"}),
+        (end_in_mid_write, signal.SIGINT, True, 130, {"out"}),
+        (end_in_mid_write, signal.SIGINT, False, 130, set()),
+        (kill_between_renames, signal.SIGKILL, True, -signal.SIGKILL, {".out.former", ".out.writing"}),
+    ],
+)
+def test_an_end_in_the_middle_loses_nothing(
+    convert: Convert,
+    tmp_path: Path,
+    end: Callable[..., None],
+    number: int,
+    old: bool,
+    code: int,
+    left: set[str],
+) -> None:
+    out = tmp_path / "out"
+    assert convert(out) == 0
+    expected = contents(out)
+    if not old:
+        shutil.rmtree(out)
+    process = multiprocessing.get_context("fork").Process(target=end, args=(number, convert, out))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
+    assert {path.name for path in tmp_path.iterdir()} == left
+    assert "out" not in left or contents(out) == expected
+    assert convert(out, "--overwrite") == 0
+    assert contents(out) == expected
+    assert list(tmp_path.iterdir()) == [out]
