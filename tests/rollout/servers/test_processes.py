@@ -19,17 +19,116 @@ import psutil
 import pytest
 
 import megatron_dppo
-from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.servers.client import ROUTING_FLAG
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import server_command, server_environment
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, wait_ready
+from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 FIRST_PORT = 14000 + os.getpid() % 400 * 20  # tests run beside each other
 HOST = "127.0.0.1"
+Start = Callable[..., ServerProcess]
+
+
+class Health(SglangClient):
+    async def health(self, timeout_s: float) -> None:
+        await self.get("/health", timeout_s=timeout_s)
+
+
+def settings_of(folder: Path, *more: str) -> list[str]:
+    plain = f"""
+    run.dir={folder} model.path=policy rollout.engine=sglang rollout.launch.count=1
+    rollout.launch.command=[{sys.executable},{STAND_IN}]
+    rollout.launch.first_port={FIRST_PORT} rollout.launch.ports=20
+    """
+    return [*plain.split(), *more]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a server with further settings. All are stopped in the end."""
+    servers = []
+
+    def start(*more: str, does: str = "", index: int = 0, secret: str = "s3cret") -> ServerProcess:
+        config = load_config(None, settings_of(tmp_path, f"rollout.launch.env=[STAND_IN={does}]", *more))
+        servers.append(ServerProcess(config, index, host=HOST, secret=secret))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+def wait_well(server: ServerProcess, http: Http, wait_s: float = 20.0) -> str:
+    return http.run(wait_ready(server, lambda url: Health(url, http), wait_s)).url
+
+
+def happens(event: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 15
+    while not event() and time.monotonic() < until:
+        time.sleep(0.02)
+    return event()
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end(pids: list[int]) -> bool:
+    return happens(lambda: not any(map(lives, pids)))
+
+
+def family_of(server: ServerProcess, http: Http) -> list[int]:
+    """Return the pids of a server that answers, its child and its grandchild."""
+    wait_well(server, http)
+    assert happens(lambda: len(server.pids()) == 3)
+    return server.pids()
+
+
+@pytest.mark.parametrize("hang", ["", "stubborn", "SIGSTOP"])
+def test_no_process_of_a_stopped_server_is_left(start: Start, http: Http, hang: str) -> None:
+    server = start(does=hang)
+    family = family_of(server, http)
+    assert server.url == f"http://{HOST}:{FIRST_PORT}"
+    assert server.alive() and server.listens() and server.ending() == "is running"
+    for pid in (psutil.Process(server.pid).ppid(), *family):  # as Slurm does when time is short
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.2)
+    assert all(map(lives, family)) and server.alive()
+    if hang == "SIGSTOP":
+        os.kill(server.pid, signal.SIGSTOP)
+    server.stop()
+    assert not any(psutil.pid_exists(pid) for pid in family)
+    assert not server.alive()
+    server.stop()
+
+
+def test_a_killed_server_leaves_no_child_and_restarts(start: Start, http: Http) -> None:
+    server = start()
+    family = family_of(server, http)
+    os.kill(server.pid, signal.SIGKILL)
+    assert end(family) and happens(lambda: not server.alive())
+    assert server.ending() == "was ended by signal 9 (Killed)"
+    with pytest.raises(ProcessLookupError):
+        _ = server.pid
+    server.restart()
+    wait_well(server, http)
+
+
+def test_children_of_a_killed_supervisor_end_with_stop(start: Start, http: Http) -> None:
+    server = start(does="together")
+    family = family_of(server, http)
+    os.kill(psutil.Process(server.pid).ppid(), signal.SIGKILL)
+    assert end(family[:1])
+    assert psutil.pid_exists(family[1])
+    server.stop()
+    assert end(family)
+
 
 TRAINER = """
 import sys, time
@@ -42,157 +141,18 @@ time.sleep(600)
 """
 
 
-class Health:
-    """Of one server; all that waiting for it needs."""
-
-    def __init__(self, http: Http, url: str) -> None:
-        self.http, self.url = http, url
-
-    async def health(self, timeout_s: float) -> None:
-        await self.http.call("GET", self.url, "/health", timeout_s=timeout_s)
-
-
-def _settings(folder: Path, *more: str) -> list[str]:
-    return [
-        f"run.dir={folder}",
-        "model.path=policy",
-        "rollout.engine=sglang",
-        "rollout.launch.count=1",
-        f"rollout.launch.command=[{sys.executable},{STAND_IN}]",
-        f"rollout.launch.first_port={FIRST_PORT}",
-        "rollout.launch.ports=20",
-        *more,
-    ]
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts a server with more settings, and sees to it that all are stopped."""
-    servers = []
-
-    def start(*more: str, index: int = 0, secret: str = "s3cret") -> ServerProcess:
-        config: Config = load_config(None, _settings(tmp_path, *more))
-        servers.append(ServerProcess(config, index, host=HOST, secret=secret))
-        servers[-1].start()
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.stop()
-
-
-def _wait(server: ServerProcess, http: Http, wait_s: float = 20.0) -> Health:
-    return http.run(wait_ready(server, lambda url: Health(http, url), wait_s))
-
-
-def _until(happened: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 15
-    while not happened() and time.monotonic() < until:
-        time.sleep(0.02)
-    return happened()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _gone(pids: list[int]) -> bool:
-    return _until(lambda: not any(map(_lives, pids)))
-
-
-def _family(server: ServerProcess) -> list[int]:
-    """All processes of a server, once it has its child and its grandchild."""
-    assert _until(lambda: len(server.pids()) == 3)
-    return server.pids()
-
-
-def test_a_server_is_ready_when_it_answers(started: Callable[..., ServerProcess], http: Http) -> None:
-    server = started()
-    assert _wait(server, http).url == server.url == f"http://{HOST}:{FIRST_PORT}"
-    assert server.alive() and server.listens() and server.ending() == "is running"
-
-
-def test_nothing_of_a_stopped_server_stays_behind(started: Callable[..., ServerProcess], http: Http) -> None:
-    server = started()
-    _wait(server, http)
-    family = _family(server)
-    begin = time.monotonic()
-    server.stop()
-    assert time.monotonic() - begin < 4
-    assert not any(psutil.pid_exists(pid) for pid in family)
-    assert not server.alive()
-    server.stop()
-
-
-def test_a_server_lives_on_when_slurm_tells_every_process_that_time_is_short(
-    started: Callable[..., ServerProcess], http: Http
-) -> None:
-    server = started()
-    _wait(server, http)
-    family = [psutil.Process(server.pid).ppid(), *_family(server)]
-    for pid in family:
-        os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    assert all(map(_lives, family)) and server.alive()
-
-
-@pytest.mark.parametrize("hang", ["ignores SIGTERM", "is stopped"])
-def test_a_server_that_does_not_listen_to_reason_is_killed(
-    started: Callable[..., ServerProcess], http: Http, hang: str
-) -> None:
-    server = started("rollout.launch.env=[STAND_IN=stubborn]" if hang == "ignores SIGTERM" else "run.seed=1")
-    _wait(server, http)
-    family = _family(server)
-    if hang == "is stopped":
-        os.kill(server.pid, signal.SIGSTOP)
-    server.stop()
-    assert not any(psutil.pid_exists(pid) for pid in family)
-
-
-def test_children_of_a_killed_server_die_too_and_it_can_be_started_again(
-    started: Callable[..., ServerProcess], http: Http
-) -> None:
-    server = started()
-    _wait(server, http)
-    family = _family(server)
-    os.kill(server.pid, signal.SIGKILL)
-    assert _gone(family)
-    assert _until(lambda: not server.alive())
-    assert server.ending() == "was ended by signal 9 (Killed)"
-    with pytest.raises(ProcessLookupError):
-        _ = server.pid
-    server.restart()
-    _wait(server, http)
-    assert server.log.read_text().count("=== ") == 2
-
-
-def test_what_a_killed_supervisor_leaves_is_cleared_away(started: Callable[..., ServerProcess], http: Http) -> None:
-    server = started("rollout.launch.env=[STAND_IN=together]")
-    _wait(server, http)
-    family = _family(server)
-    os.kill(psutil.Process(server.pid).ppid(), signal.SIGKILL)
-    assert _gone(family[:1])
-    assert psutil.pid_exists(family[1])
-    server.stop()
-    assert _gone(family)
-
-
 @pytest.mark.parametrize("victim", ["trainer", "supervisor"])
-def test_a_server_outlives_neither_its_trainer_nor_its_supervisor(tmp_path: Path, victim: str) -> None:
-    settings = _settings(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", TRAINER, *settings], stdout=subprocess.PIPE, text=True) as trainer:
+def test_a_server_outlives_neither_trainer_nor_supervisor(tmp_path: Path, victim: str) -> None:
+    words = [sys.executable, "-c", TRAINER, *settings_of(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
         try:
             assert trainer.stdout is not None
             supervisor = psutil.Process(int(trainer.stdout.readline()))
-            assert _until(lambda: len(supervisor.children(recursive=True)) == 3)
+            assert happens(lambda: len(supervisor.children(recursive=True)) == 3)
             server, *others = [child.pid for child in supervisor.children(recursive=True)]
-            assert len(others) == 2
             os.kill(trainer.pid if victim == "trainer" else supervisor.pid, signal.SIGKILL)
-            # What a server's children do when both supervisor and server are killed is up to them.
-            assert _gone([supervisor.pid, server, *others] if victim == "trainer" else [server])
+            # A server's children are their own masters once both supervisor and server are killed.
+            assert end([supervisor.pid, server, *others] if victim == "trainer" else [server])
         finally:
             for pid in others:
                 with contextlib.suppress(ProcessLookupError):
@@ -200,65 +160,41 @@ def test_a_server_outlives_neither_its_trainer_nor_its_supervisor(tmp_path: Path
             trainer.kill()
 
 
-def test_a_port_that_is_taken_is_skipped_and_two_servers_share_none(started: Callable[..., ServerProcess]) -> None:
+def test_a_taken_port_is_skipped_and_no_port_is_shared(start: Start) -> None:
     with socket.create_server((HOST, FIRST_PORT)):
-        servers = [started("rollout.launch.count=2", index=index) for index in (0, 1)]
+        servers = [start("rollout.launch.count=2", index=index) for index in (0, 1)]
+        with pytest.raises(UserError) as caught:
+            start("rollout.launch.ports=1")
     assert [server.url[-5:] for server in servers] == [str(FIRST_PORT + 2), str(FIRST_PORT + 1)]
-
-
-def test_where_no_port_is_free_the_range_is_named(started: Callable[..., ServerProcess]) -> None:
-    with socket.create_server((HOST, FIRST_PORT)), pytest.raises(UserError) as caught:
-        started("rollout.launch.ports=1")
     assert caught.value.setting == "rollout.launch.ports"
     assert f"from {FIRST_PORT} to {FIRST_PORT}" in caught.value.problem
 
 
-def test_a_port_lost_before_the_server_listens_is_exchanged_for_another(
-    started: Callable[..., ServerProcess], http: Http, tmp_path: Path
-) -> None:
-    server = started("rollout.launch.env=[STAND_IN=late,STAND_IN_WAITS_FOR=" + f"{tmp_path}/go]")
+def test_a_port_lost_before_listening_is_exchanged(start: Start, http: Http, tmp_path: Path) -> None:
+    server = start(does=f"late,STAND_IN_WAITS_FOR={tmp_path}/go")
     # The stranger answers as a server would, so that an answer alone proves nothing.
-    stranger = subprocess.Popen([sys.executable, "-m", "http.server", str(FIRST_PORT), "--bind", HOST, "-d", tmp_path])
+    words = [sys.executable, "-m", "http.server", str(FIRST_PORT), "--bind", HOST, "-d", tmp_path]
+    stranger = subprocess.Popen(words)
     try:
         (tmp_path / "health").write_text("well")
-        assert _until(lambda: not socket.socket().connect_ex((HOST, FIRST_PORT)))
+        assert happens(lambda: not socket.socket().connect_ex((HOST, FIRST_PORT)))
         (tmp_path / "go").touch()
-        assert _wait(server, http).url == f"http://{HOST}:{FIRST_PORT + 1}"
+        assert wait_well(server, http) == f"http://{HOST}:{FIRST_PORT + 1}"
     finally:
         stranger.kill()
         stranger.wait()
 
 
-def test_a_server_that_ends_early_is_reported_at_once_with_its_last_words(
-    started: Callable[..., ServerProcess], http: Http
-) -> None:
-    server = started("rollout.launch.env=[STAND_IN=fails]")
-    begin = time.monotonic()
+def test_a_failing_server_is_reported_with_its_last_words(start: Start, http: Http) -> None:
+    server = start(does="fails")
     with pytest.raises(UserError) as caught:
-        _wait(server, http, 60)
-    assert time.monotonic() - begin < 10
+        wait_well(server, http, 60)
     assert "ended with exit code 1 before it could generate" in caught.value.problem
     assert "no such model" in caught.value.problem
     assert "s3cret" not in str(caught.value)
     assert str(server.log) in caught.value.remedy
-
-
-def test_a_server_that_takes_too_long_names_the_setting_and_the_log(
-    started: Callable[..., ServerProcess], http: Http
-) -> None:
-    server = started("rollout.launch.env=[STAND_IN=hangs]")
-    with pytest.raises(UserError) as caught:
-        _wait(server, http, 1.0)
-    assert caught.value.setting == "rollout.launch.wait_s"
-    assert str(server.log) in caught.value.remedy
-
-
-def test_the_log_tells_each_start_and_last_words_are_those_of_the_last(started: Callable[..., ServerProcess]) -> None:
-    server = started("rollout.launch.env=[STAND_IN=fails]")
-    for again in (True, False):
-        assert _until(lambda: not server.alive())
-        if again:
-            server.restart()
+    server.restart()
+    assert happens(lambda: not server.alive())
     text = server.log.read_text()
     assert server.log.parent.name == "servers" and server.log.name == "server-0.log"
     assert text.count("starting server 0") == text.count("no such model") == 2
@@ -266,13 +202,21 @@ def test_the_log_tells_each_start_and_last_words_are_those_of_the_last(started: 
     assert server.last_words().count("no such model") == 1
 
 
-def test_the_secret_reaches_the_server_and_nobody_else(started: Callable[..., ServerProcess], http: Http) -> None:
+def test_a_slow_start_names_the_setting_and_the_log(start: Start, http: Http) -> None:
+    server = start(does="hangs")
+    with pytest.raises(UserError) as caught:
+        wait_well(server, http, 0.5)
+    assert caught.value.setting == "rollout.launch.wait_s"
+    assert str(server.log) in caught.value.remedy
+
+
+def test_the_secret_reaches_the_server_alone(start: Start, http: Http) -> None:
     secret = new_secret()
-    server = started(secret=secret)
-    _wait(server, http)
+    assert secret != new_secret()
+    server = start(secret=secret)
+    family_of(server, http)
     assert f"the secret is read: api-key: {secret}" in server.log.read_text()
     assert secret not in server.last_words()
-    assert len(_family(server)) == 3
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             assert secret.encode() not in cmdline.read_bytes()
@@ -283,59 +227,19 @@ def test_the_secret_reaches_the_server_and_nobody_else(started: Callable[..., Se
     assert [file.name for file in server.log.parent.iterdir()] == ["server-0.log"]
 
 
-def test_secrets_differ() -> None:
-    assert len({new_secret() for _ in range(100)}) == 100
-
-
-def test_a_rank_s_own_variables_do_not_reach_the_server(
-    started: Callable[..., ServerProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # which servers that sleep refuse
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("KEPT", "1")
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    server = started("rollout.launch.env=[A=1=2,PYTORCH_ALLOC_CONF=max_split_size_mb:64]")
-    _family(server)
-    environment = psutil.Process(server.pid).environ()
-    assert (environment["KEPT"], environment["A"], environment["NCCL_CUMEM_ENABLE"]) == ("1", "1=2", "0")
-    assert environment["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
-    assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys()
-
-
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_a_server_is_started_to_tell_its_experts_where_they_are_replayed(engine: str, tmp_path: Path) -> None:
-    def command(mode: str) -> list[str]:
-        config = load_config(None, [*_settings(tmp_path), f"rollout.engine={engine}", f"loss.replay_routing={mode}"])
-        return server_command(config, 0, host=HOST, port=1, secret_file=tmp_path / "secret")
-
-    assert [word for word in command("rollout") if word not in command("none")] == [ROUTING_FLAG]
-
-
-SGLANG_LORA = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank"]
-
-
-@pytest.mark.parametrize(
-    ("engine", "rank", "flags"),
-    [
-        ("sglang", 4, [*SGLANG_LORA, "4", "--lora-target-modules", "q_proj", "v_proj"]),
-        ("vllm", 1, ["--enable-lora", "--max-lora-rank", "1"]),
-        ("vllm", 8, ["--enable-lora", "--max-lora-rank", "8"]),
-        ("vllm", 33, ["--enable-lora", "--max-lora-rank", "64"]),
-    ],
-)
-def test_a_server_is_started_to_take_the_adapters_that_it_is_sent(
-    engine: str, rank: int, flags: list[str], tmp_path: Path
-) -> None:
-    def command(sent: str) -> tuple[list[str], bool]:
-        overrides = [f"rollout.engine={engine}", f"model.lora.rank={rank}", "model.lora.targets=[q_proj,v_proj]"]
-        config = load_config(None, [*_settings(tmp_path), *overrides, f"rollout.sync.adapter={sent}"])
-        words = server_command(config, 0, host=HOST, port=1, secret_file=tmp_path / "secret")
-        return words, "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in server_environment(config.rollout, secret="")
-
-    assert command("false")[1] is False
-    assert command("true") == ([*command("false")[0], *flags], engine == "vllm")
+def test_a_server_has_no_variable_of_a_rank(tmp_path: Path, engine: str) -> None:
+    given = "rollout.launch.env=[A=1=2,PYTORCH_ALLOC_CONF=max_split_size_mb:64]"
+    config = load_config(None, settings_of(tmp_path, f"rollout.engine={engine}", given))
+    ours = dict.fromkeys(["RANK", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"], "0")
+    kept = {"KEPT": "1", "NCCL_CUMEM_ENABLE": "0"}
+    server = ServerProcess(config, 0, host=HOST, secret="s", gpus="2")
+    environment = server.environment(ours | kept | {"VLLM_DISTRIBUTED_USE_SPLIT_GROUP": "1"})
+    expected = kept | {"A": "1=2", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "CUDA_VISIBLE_DEVICES": "2"}
+    assert expected.items() <= environment.items()
+    assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys()
+    # Else torch would split the weights' group off vLLM's default group.
+    assert environment["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] == ("0" if engine == "vllm" else "1")
 
 
 ANOTHER_KIND = """
@@ -373,7 +277,7 @@ def test_another_kind_of_server_is_one_file_and_one_row(tmp_path: Path) -> None:
     (copy / "rollout/servers/another.py").write_text(ANOTHER_KIND.format(stand_in=STAND_IN))
     table = copy / "config/rollout.py"
     table.write_text(table.read_text().replace('Literal["sglang", "vllm"]', 'Literal["sglang", "vllm", "another"]'))
-    settings = [setting for setting in _settings(tmp_path) if not setting.startswith("rollout.launch.command")]
+    settings = [setting for setting in settings_of(tmp_path) if not setting.startswith("rollout.launch.command")]
     words = [sys.executable, "-c", STARTS, *settings, "rollout.engine=another"]
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, cwd=tmp_path)
