@@ -1,0 +1,207 @@
+"""Metrics and census of a step's pruning, compared with every draw that the step could have had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_dppo.config import DistillationConfig
+from megatron_dppo.rl.census import Cell
+from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.plan import take_groups
+from megatron_dppo.rl.pruning.draw import PruningDraw, census, gradient_noise, left_out, prune_metrics, prune_minibatch
+from megatron_dppo.rl.types import Bools, Floats, StepMetadata
+from tests.rl.plans import step_config, step_metadata
+
+NOISE = ("prune/noise_share_prompts", "prune/noise_share_completions")
+INFLATION = "prune/variance_inflation"
+
+
+def draw(metadata: StepMetadata, *, rule: str = "neyman", keep: float = 0.5, **loss: Any) -> PruningDraw:
+    config = step_config(rule=rule, keep=keep, **loss)
+    return prune_minibatch(metadata, config, objective_for(config.loss), keep=keep, rng=np.random.default_rng(0))
+
+
+def outcomes(chances: Floats) -> Iterator[tuple[float, Bools]]:
+    """Yield all outcomes of independent draws, each with its probability."""
+    for outcome in product((False, True), repeat=chances.size):
+        drawn = np.array(outcome).reshape(chances.shape)
+        yield float(np.where(drawn, chances, 1.0 - chances).prod()), drawn
+
+
+def test_noise_and_saved_tokens_are_estimated_without_bias() -> None:
+    """Terms of norm h have directions of their own. The variance is integrated over all 2^12 draws of both levels."""
+    rewards = np.array([[1.0, 0, 0], [1, 1, 0], [0, 1, 0]])
+    metadata = step_metadata(3, 3, rewards=rewards)
+    pi, inclusion = np.array([0.4, 1.0, 0.7]), np.random.default_rng(3).uniform(0.3, 1.0, (3, 3))
+    pruned = replace(draw(metadata), inclusion=inclusion, weight=1.0 / (pi[:, None] * inclusion))
+    metadata = replace(metadata, prompt_inclusion=pi)
+    h = np.abs(pruned.advantage) * pruned.coefficient * metadata.score_norms
+    estimates, variance, saved, truth = np.zeros(3), 0.0, 0.0, 0.0
+    for chance, prompts in outcomes(pi):
+        arrays = ("advantage", "coefficient", "inclusion", "weight", "kept", "zero_advantage", "segments", "magnitude")
+        rows = replace(pruned, **{name: getattr(pruned, name)[prompts] for name in arrays})
+        parts = [(take_groups(metadata, np.flatnonzero(prompts)), rows)]
+        estimates += chance * np.array(gradient_noise(parts))
+        saved += chance * prune_metrics(3.0, parts)["prune/saved_tokens_prompts"]
+        truth += chance * float(metadata.tokens[~prompts].sum())
+        for share, completions in outcomes(inclusion):
+            error = h * (prompts[:, None] & completions) * pruned.weight - h
+            variance += chance * share * float((error**2).sum())
+    by_prompts = (h**2 * (1.0 / pi[:, None] - 1.0)).sum()
+    np.testing.assert_allclose(estimates, [(h**2).sum(), by_prompts, variance - by_prompts], rtol=1e-9)
+    assert saved == pytest.approx(truth, rel=1e-9)
+
+
+@pytest.mark.parametrize(("rule", "teacher"), [("none", "T"), ("neyman", None)])
+def test_masked_completions_are_no_noise_and_no_saving(rule: str, teacher: str | None) -> None:
+    """With a teacher they would have a gradient too."""
+    truncated = np.random.default_rng(2).random((24, 8)) < 0.4
+    metadata = step_metadata(24, log_ratios=np.full((24, 8, 2), 1.0 if teacher else 0.0), truncated=truncated)
+    pruned = draw(metadata, rule=rule, mask_truncated=True, distillation=DistillationConfig(teacher=teacher))
+    metrics = prune_metrics(24.0, [(metadata, pruned)])
+    assert not pruned.kept[truncated].any()
+    assert pruned.zero_advantage[truncated].all()
+    squares = np.where(truncated, 0.0, pruned.magnitude * pruned.coefficient * metadata.score_norms) ** 2
+    assert metrics[INFLATION] == pytest.approx((squares * pruned.weight).sum() / squares.sum())
+    idle = ~pruned.kept & pruned.zero_advantage
+    assert metrics["prune/saved_tokens_completions"] == metadata.tokens[~pruned.kept & ~idle].sum()
+    assert census([(metadata, pruned)]).zero_advantage == (idle.sum(), metadata.tokens[idle].sum())
+
+
+@pytest.mark.parametrize("rule", ["none", "neyman"])
+def test_noise_of_sampling_is_one_over_the_inflation(rule: str) -> None:
+    metadata = step_metadata(48, prompt_inclusion=np.linspace(0.3, 1.0, 48))
+    metrics = prune_metrics(metadata.window, [(metadata, draw(metadata, rule=rule, keep=0.3))])
+    assert 1.0 - sum(metrics[share] for share in NOISE) == pytest.approx(1.0 / metrics[INFLATION])
+    assert metrics[NOISE[0]] > 0.05
+    assert (metrics[NOISE[1]] > 0.05) == (rule != "none")
+
+
+def test_tokens_are_trained_on_or_saved_or_of_zero_advantage() -> None:
+    parts = [(part, draw(part)) for part in (step_metadata(16, seed=1), step_metadata(16, seed=2))]
+    metrics = prune_metrics(32.0, parts)
+    kept = sum(int(part.tokens[pruned.kept].sum()) for part, pruned in parts)
+    total = sum(int((part.prompt_lengths[:, None] + part.response_lengths).sum()) for part, _ in parts)
+    zero_advantage = sum(int(part.tokens[pruned.advantage == 0.0].sum()) for part, pruned in parts)
+    assert metrics["prune/zero_advantage_tokens"] == zero_advantage > 0
+    assert kept + metrics["prune/saved_tokens_completions"] + zero_advantage == total
+    assert metrics["prune/kept_token_fraction"] == kept / total
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_unpruned_step_saves_nothing(kl_coef: float) -> None:
+    """Zero advantages are dropped unless a KL term gives them a gradient. Neither is a saving."""
+    metadata = step_metadata(16)
+    metrics = prune_metrics(16.0, [(metadata, draw(metadata, rule="none", kl_coef=kl_coef))])
+    assert metrics["prune/saved_tokens_completions"] == metrics["prune/saved_tokens_prompts"] == 0.0
+    assert (metrics["prune/zero_advantage_tokens"] > 0) == (kl_coef == 0.0)
+
+
+def test_biased_completion_rule_has_no_variance() -> None:
+    """CPPO keeps the largest without weights; another rule keeps all, with a weight that is not 1/π."""
+    metadata = step_metadata(16)
+    unpruned = draw(metadata, rule="none")
+    heavy = replace(unpruned, weight=2.0 * unpruned.weight)
+    for pruned in (draw(metadata, rule="top_k"), heavy):
+        metrics = prune_metrics(metadata.window, [(metadata, pruned)])
+        assert np.isfinite(list(metrics.values())).all()
+        assert not {INFLATION, *NOISE} & set(metrics)
+    assert INFLATION in prune_metrics(metadata.window, [(metadata, unpruned)])
+
+
+def test_biased_prompt_rule_saves_its_prompts_at_the_mean_of_the_others() -> None:
+    """Four of ten prompts were rolled out without known probabilities; then all of six, and two left out."""
+    metadata = step_metadata(6, 4)
+    tokens = metadata.tokens.sum(axis=1)
+    used, discarded = (take_groups(metadata, np.arange(*ends)) for ends in ((0, 4), (4, 6)))
+    metrics = prune_metrics(10.0, [(used, draw(used))], biased_prompts=True)
+    assert metrics["prune/saved_tokens_prompts"] == pytest.approx(6 * tokens[:4].mean())
+    assert not {INFLATION, *NOISE} & set(metrics)
+
+    metrics = prune_metrics(6.0, [(used, draw(used)), (discarded, left_out(discarded))], biased_prompts=True)
+    assert metrics["prune/kept_prompt_fraction"] == 1.0
+    assert metrics["prune/saved_tokens_prompts"] == 0.0
+    assert metrics["prune/zero_advantage_tokens"] >= tokens[4:].sum()
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+def test_step_without_advantages_has_no_noise_of_pruning(groups: int) -> None:
+    metadata = step_metadata(groups, rewards=np.ones((groups, 8)))
+    metrics = prune_metrics(4.0, [(metadata, draw(metadata))])
+    assert [metrics[name] for name in (INFLATION, *NOISE)] == [1.0, 0.0, 0.0]
+
+
+def test_census_counts_every_completion_once_in_every_table() -> None:
+    """Two minibatches are counted together."""
+    halves = [take_groups(step_metadata(48), groups) for groups in np.split(np.arange(48), 2)]
+    parts = [(half, draw(half)) for half in halves]
+    counted = census(parts)
+    advantage, inclusion = (
+        np.concatenate([getattr(pruned, name) for _, pruned in parts]) for name in ("advantage", "inclusion")
+    )
+    useful = advantage != 0.0
+    assert counted.kept[0] + counted.pruned[0] + counted.zero_advantage[0] == useful.size
+    assert counted.zero_advantage[0] == (~useful).sum() > 0
+    assert counted.pruned[0] > 0
+    tokens = sum(half.tokens.sum() for half in halves)
+    assert counted.kept[1] + counted.pruned[1] + counted.zero_advantage[1] == tokens
+    for table in (counted.by_group, counted.by_reward, counted.by_cause):
+        _, _, completions, chances, kept = map(sum, zip(*table, strict=True))
+        assert (completions, kept) == (useful.sum(), counted.kept[0])
+        assert chances == pytest.approx(inclusion[useful].sum(), abs=1e-3)
+
+
+def count_one(rewards: list[list[float]], rule: str = "none", **fields: Any) -> Any:
+    metadata = step_metadata(len(rewards), len(rewards[0]), rewards=np.array(rewards), **fields)
+    return census([(metadata, draw(metadata, rule=rule))])
+
+
+def cells(table: tuple[Cell, ...], columns: int) -> list[tuple[float, ...]]:
+    return [cell[:columns] for cell in table]
+
+
+def test_census_shows_that_the_paper_prunes_the_majority() -> None:
+    """Groups of eight have 1, 4 and 6 right answers."""
+    counted = count_one([[1.0] * right + [0.0] * (8 - right) for right in (1, 4, 6)], "threshold")
+    assert counted.binary
+    assert cells(counted.by_group, 4) == [
+        (0.125, -1.0, 7, 3.5),
+        (0.125, 1.0, 1, 1.0),
+        (0.5, -1.0, 4, 2.0),
+        (0.5, 1.0, 4, 2.0),
+        (0.75, -1.0, 2, 2.0),
+        (0.75, 1.0, 6, 3.0),
+    ]
+
+
+def test_census_places_scores_by_octaves_of_their_median() -> None:
+    """|A| = 1 and 1/L = 1/16 for all; the score norms have the median 3."""
+    norms = np.array([[1.0, 2, 4, 8]])
+    counted = count_one([[1.0, 0, 1, 0]], response_lengths=np.full((1, 4), 16), score_norms=norms)
+    assert cells(counted.by_cause, 3) == [(4.0, -1.5, 1), (4.0, -0.5, 1), (4.0, 0.5, 1), (4.0, 1.5, 1)]
+
+
+def test_census_places_graded_rewards_by_deviations_from_the_mean() -> None:
+    """The mean is 3, the standard deviation √3.5; the third completion has no advantage, and one of four is better."""
+    counted = count_one([[1.0, 2.0, 3.0, 6.0]])
+    assert not counted.binary
+    assert cells(counted.by_reward, 3) == [(-1.0, -1.0, 1), (-0.5, -1.0, 1), (1.5, 1.0, 1)]
+    assert counted.zero_advantage[0] == 1
+    assert {cell[0] for cell in counted.by_group} == {0.25}
+
+
+@pytest.mark.parametrize("groups", [0, 64])
+def test_census_row_is_small(groups: int) -> None:
+    metadata = step_metadata(groups)
+    counted = census([(metadata, draw(metadata))])
+    row = json.dumps(counted.as_row())
+    assert json.loads(row)["kept"] == list(counted.kept)
+    assert len(row) < 6000
+    assert "-0.0" not in row
