@@ -11,10 +11,10 @@ from megatron_dppo.config import Config, replace
 from megatron_dppo.rl.pack import build_pack
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.gpu.test_te_on_gpu import configure, over_nccl, pytestmark, rows_of_a_step
+from tests.models.test_lora import stirred, with_lora
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import VOCAB, held_by, plan_for, step_of_groups
-from tests.test_lora import stirred, with_lora
 
 __all__ = ["pytestmark"]
 
