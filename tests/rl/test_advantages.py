@@ -1,0 +1,181 @@
+"""Advantages of groups, of minibatches and of roles, by hand and by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo import config as cfg
+from megatron_dppo.config import Config, LossConfig, RolloutConfig
+from megatron_dppo.rl.advantages import (
+    advantages_of_segments,
+    completion_advantages,
+    group_advantages,
+    minibatch_advantages,
+    role_advantages,
+)
+from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
+from megatron_dppo.rl.types import SEGMENT, Completion, Floats, Group, Prompt, StepMetadata, StepPlan, VersionSpan
+from megatron_dppo.rollout.metadata import metadata_of
+from tests.rl.integration import all_plans
+from tests.rl.plans import step_config, step_metadata
+from tests.rl.tree_toy import LONGEST, PREFIXES, toy
+
+WHITENED = ["reinforce_pp", "reinforce_pp_baseline"]
+
+
+def advantages_of(name: str, rewards: Floats, inclusion: Floats | None = None, **options: object) -> Floats:
+    inclusion = np.ones(len(rewards)) if inclusion is None else inclusion
+    return minibatch_advantages(rewards, inclusion, OBJECTIVES[name], **options)
+
+
+def test_binary_rewards_give_the_textbook_advantages() -> None:
+    rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
+    expected = [[3**0.5, -(3**-0.5), -(3**-0.5), -(3**-0.5)], [1, 1, -1, -1]]
+    np.testing.assert_allclose(group_advantages(rewards, normalise=True), expected, rtol=1e-15)
+    expected = [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5]]
+    np.testing.assert_array_equal(group_advantages(rewards, normalise=False), expected)
+
+
+def test_sample_deviation_is_that_of_other_trainers() -> None:
+    """torch's deviation divides by one less than the number of rewards; dr_grpo divides by none."""
+    rewards = np.array([[1.0, 0.0, 0.0, 0.5, 0.0], [0.2, 0.9, 0.4, 0.0, 0.0]])
+    sizes = [5, 3]
+    present = np.arange(5) < np.array(sizes)[:, None]
+    for correction, deviation in enumerate(("population", "sample")):
+        objective = objective_for(LossConfig(deviation=deviation))
+        found = minibatch_advantages(rewards, np.ones(2), objective, present)
+        for row, size in enumerate(sizes):
+            group = torch.from_numpy(rewards[row, :size])
+            expected = (group - group.mean()) / group.std(correction=correction)
+            np.testing.assert_allclose(found[row, :size], expected, rtol=1e-12)
+        whole = minibatch_advantages(rewards, np.ones(2), replace(objective, normalise=False), present)
+        np.testing.assert_array_equal(whole, advantages_of("dr_grpo", rewards, present=present))
+
+
+@pytest.mark.parametrize("name", WHITENED)
+def test_whitened_advantages_have_mean_zero_and_deviation_one(name: str) -> None:
+    found = advantages_of(name, np.random.default_rng(0).random((5, 8)) * 1e-200)
+    assert found.mean() == pytest.approx(0.0, abs=1e-14)
+    assert (found**2).mean() == pytest.approx(1.0, rel=1e-12)
+    assert (np.abs(found.mean(axis=1)).max() < 1e-14) == (name == "reinforce_pp_baseline")
+
+
+@pytest.mark.parametrize("name", [*WHITENED, "grpo"])
+def test_equal_rewards_have_no_advantage(name: str) -> None:
+    """Of all groups, or of one; seven tenths do not sum to seven times a tenth."""
+    rewards = np.full((3, 7), 0.1)
+    assert rewards[0].mean() != 0.1, "the case is meant to have a rounding error in its mean"
+    assert not advantages_of(name, rewards).any()
+    rewards[0] = np.arange(7)
+    found = advantages_of(name, rewards)
+    assert found[0].any() and found[1:].any() == (name == "reinforce_pp")
+
+
+@pytest.mark.parametrize("name", WHITENED)
+def test_moments_count_each_prompt_of_the_window_once(name: str) -> None:
+    """A prompt twice is a prompt with a chance of one half; a prompt with its answers repeated is one prompt."""
+    rewards = np.array([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]])
+    whole = advantages_of(name, rewards[[0, 0, 1, 2]])
+    np.testing.assert_allclose(advantages_of(name, rewards, np.array([0.5, 1.0, 1.0])), whole[1:], rtol=1e-12)
+    found = advantages_of(name, np.tile(rewards, 2), present=np.arange(8) < np.array([[8], [4], [4]]))
+    np.testing.assert_allclose(found[:, :4], advantages_of(name, rewards), rtol=1e-12)
+    assert not found[1:, 4:].any()
+
+
+SAMPLES = 3
+POLICY = toy((0,), (1, 0))
+PROBABILITY, PATHS = zip(*POLICY.responses(), strict=True)
+ROLE = ([0], [0, 1], [0, 1, 0], [0, 1, 0])
+"""The role of each token of a path: the solver first, after a 1 the critic, after another 1 the solver again."""
+REWARDS = np.array([[0.3, 0.0], [1.0, -0.5], [-0.4, 2.0], [0.8, 1.1]])
+"""[paths, roles]"""
+
+
+def role_metadata(chosen: tuple[int, ...]) -> StepMetadata:
+    """Return one prompt, whose conversations take these paths."""
+    segments = np.zeros((1, len(chosen), 2), SEGMENT)
+    segments["reward"] = REWARDS[list(chosen)]
+    for row, each in zip(segments[0], chosen, strict=True):
+        path = PATHS[each]
+        for at, role in enumerate(ROLE[each]):
+            row["tokens"][role] += 1
+            row["square"][role] += (1.0 - POLICY.probability(path[:at], path[at])) ** 2
+    return step_metadata(
+        1,
+        len(chosen),
+        response_lengths=np.array([[len(PATHS[each]) for each in chosen]]),
+        score_norms=np.sqrt(segments["square"].sum(axis=-1)),
+        segments=segments,
+    )
+
+
+def role_config() -> Config:
+    rollout = RolloutConfig(max_response_tokens=LONGEST, samples_per_prompt=SAMPLES, roles=("solver", "critic"))
+    return cfg.replace(step_config(name="rloo"), rollout=rollout)
+
+
+def role_gradient(chosen: tuple[int, ...], step: StepPlan) -> Floats:
+    """Return the gradient of a plan, on-policy; [parameters]."""
+    samples, total = step.minibatches[0].samples, np.zeros(len(PREFIXES))
+    for k, completion in enumerate(samples.completion):
+        path = chosen[completion]
+        total += samples.scale[k] * samples.advantage[k, ROLE[path]] @ POLICY.scores(PATHS[path])[: len(PATHS[path])]
+    return total
+
+
+def test_each_role_has_the_gradient_of_its_own_reward() -> None:
+    """By its own words, over all conversations and draws. Where the critic speaks in one conversation alone, nothing is
+    left to compare its reward with: its part is that of the other groups."""
+    total, pruned, config = np.zeros(len(PREFIXES)), False, role_config()
+    for chosen in itertools.product(range(len(PATHS)), repeat=SAMPLES):
+        probability = np.prod([PROBABILITY[each] for each in chosen])
+        for step, drawn in all_plans(role_metadata(chosen), config):
+            pruned |= drawn < 1.0
+            total += probability * drawn * role_gradient(chosen, step)
+    alone = PROBABILITY[0] ** (SAMPLES - 1)
+    expected = np.zeros(len(PREFIXES))
+    for path, said_by, rewards, chance in zip(PATHS, ROLE, REWARDS * [1.0, 1.0 - alone], PROBABILITY, strict=True):
+        expected += chance * rewards[said_by] @ POLICY.scores(path)[: len(path)]
+    assert pruned
+    np.testing.assert_allclose(total * LONGEST, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("grpo", [[1.5**0.5, 0.0], [-(1.5**0.5), 1.0], [0.0, -1.0]]),
+        ("rloo", [[3.0, 0.0], [-3.0, 1.0], [0.0, -1.0]]),
+    ],
+)
+def test_role_is_compared_where_it_speaks(name: str, expected: list[list[float]]) -> None:
+    """The reward of a silent role may be anything."""
+    segments = np.zeros((1, 3, 2), SEGMENT)
+    segments["reward"] = [[[4.0, 77.0], [0.0, 3.0], [2.0, 2.0]]]
+    segments["tokens"] = [[[1, 0], [2, 5], [1, 1]]]
+    found = role_advantages(step_metadata(1, 3, segments=segments), OBJECTIVES[name])
+    np.testing.assert_allclose(found[0], expected, atol=1e-12)
+
+
+def test_score_of_a_conversation_is_a_second_moment_over_tokens() -> None:
+    """√Σ_t A_t² (1 − p_t)² over the tokens that were sampled, whichever role."""
+    roles = [np.array(said, np.int8) for said in ([0, 0, -1, 1, 0], [0, 1, 1, -1], [0, 0])]
+    logprobs = [np.log(np.random.default_rng(0).uniform(0.05, 0.95, len(said))).astype(np.float32) for said in roles]
+    completions = [
+        Completion(said, each, said >= 0, (VersionSpan(0, len(said)),), "stop", segments=said)
+        for said, each in zip(roles, logprobs, strict=True)
+    ]
+    group = Group(Prompt(0, np.array([7]), "", ""), tuple(completions), np.zeros(3))
+    rewards = np.array([[1.0, 0.0], [0.0, 2.0], [0.5, 9.0]])
+    metadata = metadata_of([group], np.ones(1), 3, 2, 0, role_rewards=[rewards])
+    assert metadata.segments["tokens"].tolist() == [[[3, 1], [1, 2], [2, 0]]]
+    config = role_config()
+    advantages = advantages_of_segments(metadata, config, objective_for(config.loss))
+    found = np.abs(completion_advantages(metadata, advantages) * metadata.score_norms)
+    for i, (said, each) in enumerate(zip(roles, logprobs, strict=True)):
+        terms = advantages[0, i][said] * np.expm1(each.astype(np.float64))
+        assert found[0, i] == pytest.approx(np.linalg.norm(terms[said >= 0]))
