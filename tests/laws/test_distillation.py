@@ -1,4 +1,4 @@
-"""Distillation from a teacher of another shape: the update is the formula's, in every layout, and pruned as scored."""
+"""Distillation from a teacher of another shape: the update is the formula's in every layout, and scores count it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.learner import PolicyLoss
 from megatron_dppo.trainer.preflight import preflight
-from tests.laws.test_split_invariance import LAYOUTS, ONE, assert_same_update, learned
+from tests.laws.test_formula import TEMPERATURE, assert_moved, update
+from tests.laws.test_split_invariance import LAYOUTS, ONE, assert_same_update, at_the_start, updates_of
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.steps import SAMPLES, VOCAB, config_for, size_of, step_of_groups
-from tests.test_formula import TEMPERATURE, update
+from tests.steps import SAMPLES, VOCAB, config_for, step_of_groups
 
 COEF = 0.7
 SERVER = "http://teacher:30000"
@@ -43,7 +43,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
 
 
 def configure(policies: Policies, layout: LayoutConfig, *, several: bool = False, **distillation: object) -> Config:
-    """With one teacher, or with one for each of two sources, a server for a third, and none for a fourth."""
+    """Return settings with one teacher, or with ``several``: two, a server for a third source, none for a fourth."""
     student, teacher, small = map(str, policies)
     given = DistillationConfig(teacher=teacher, coef=COEF, **distillation)
     if several:
@@ -52,24 +52,23 @@ def configure(policies: Policies, layout: LayoutConfig, *, several: bool = False
 
 
 def taught_step(distillation: DistillationConfig, ranks: int) -> tuple[StepMetadata, list[Group]]:
-    """``step_of_groups``, of four sources in turn; what a server says is made up."""
+    """Return ``step_of_groups`` with four sources in turn, and made-up log-probabilities of a server."""
     metadata, groups = step_of_groups(ranks)
     rng = np.random.default_rng(3)
     for row, group in enumerate(groups):
         prompt = dataclasses.replace(group.prompt, data_source="abcd"[row % 4])
-        said = [rng.normal(-3.0, 1.0, len(c.token_ids)).astype(np.float32) for c in group.completions]
-        if distillation.served(prompt.data_source):
-            read = zip(group.completions, said, strict=True)
-            group = dataclasses.replace(
-                group, completions=tuple(dataclasses.replace(c, teacher_logprobs=each) for c, each in read)
-            )
-        groups[row] = dataclasses.replace(group, prompt=prompt)
+        completions = []
+        for each in group.completions:
+            given = rng.normal(-3.0, 1.0, len(each.token_ids)).astype(np.float32)
+            served = distillation.served(prompt.data_source)
+            completions.append(dataclasses.replace(each, teacher_logprobs=given if served else None))
+        groups[row] = dataclasses.replace(group, prompt=prompt, completions=tuple(completions))
     known = metadata_of(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, distillation)
     return dataclasses.replace(metadata, log_ratios=known.log_ratios, teacher=known.teacher), groups
 
 
 def log_distributions(model: Qwen3ForCausalLM, prompt: np.ndarray, response: np.ndarray) -> torch.Tensor:
-    """[tokens of the response, vocabulary]"""
+    """Return [tokens of the response, vocabulary]."""
     ids = torch.from_numpy(np.concatenate([prompt, response])).long()
     return torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE, dim=-1)
 
@@ -79,7 +78,7 @@ def log_distributions(model: Qwen3ForCausalLM, prompt: np.ndarray, response: np.
     [("forward", False, LAYOUTS["tp2 sp"]), ("reverse", True, LAYOUTS["cp2"])],
     ids=["one teacher alone, forward", "several and a server, added to rewards"],
 )
-def test_update_is_that_of_the_formula(
+def test_distilled_update_equals_the_formula(
     direction: str, several: bool, layout: LayoutConfig, ranks: RankPool, policies: Policies
 ) -> None:
     """Written out by autograd on transformers' models, with whole distributions, and sampled tokens for the server."""
@@ -115,32 +114,24 @@ def test_update_is_that_of_the_formula(
     expected.backward()
     assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert metrics["train/distillation_kl"] == pytest.approx(torch.cat(divergences).mean().item(), rel=1e-4)
-    for name, parameter in student.named_parameters():
-        moving = -parameter.grad / (parameter.grad.abs() + 1)
-        assert (moved[name] - moving).norm() <= 1e-4 * moving.norm() + 2e-7 * parameter.norm(), name
+    assert_moved(moved, student)
 
 
-def test_an_update_toward_several_teachers_depends_on_no_layout(ranks: RankPool, policies: Policies) -> None:
+def test_distilled_update_depends_on_no_layout(ranks: RankPool, policies: Policies) -> None:
     alone = configure(policies, ONE, several=True)
-    calls = {"start": replace(alone, optimizer=replace(alone.optimizer, lr=1e-30)), "reference": alone}
-    calls |= {
-        name: configure(policies, LAYOUTS[name], several=True)
-        for name in ("tp2", "cp2", "pp2", "dp2", "pp2 vpp2", "cp2 tp2 sp")
-    }
-    step, found = partial(taught_step, alone.loss.distillation), {}
-    for size in (1, 2, 4):
-        names = [name for name, config in calls.items() if size_of(config.layout) == size]
-        each = ((learned, calls[name], False, step) for name in names)
-        found |= {name: of_ranks[0] for name, of_ranks in zip(names, ranks.in_turn(size, *each), strict=True)}
-    (_, start), reference = found.pop("start"), found.pop("reference")
-    for name, made in found.items():
+    layouts = ("tp2 sp", "cp2", "pp2 vpp2", "dp2")
+    configs = {"start": at_the_start(alone), "reference": alone}
+    configs |= {name: configure(policies, LAYOUTS[name], several=True) for name in layouts}
+    step = partial(taught_step, alone.loss.distillation)
+    updates, reference, start = updates_of(ranks, {name: (config, False, step) for name, config in configs.items()})
+    for name, made in updates.items():
         kl = reference[0]["train/distillation_kl"]
         assert made[0]["train/distillation_kl"] == pytest.approx(kl, rel=1e-5), name
         assert_same_update(made, reference, start, name)
 
 
 def test_scores_count_the_teacher() -> None:
-    """Alone it gives every completion the score of an advantage of its weight; beside rewards the two add up."""
+    """A teacher alone scores each completion by its weight; beside rewards the squares add up."""
     scores = {}
     for rewards in (False, True):
         config = Config(loss=LossConfig(distillation=DistillationConfig(teacher="T", use_task_rewards=rewards)))
@@ -156,8 +147,8 @@ def test_scores_count_the_teacher() -> None:
     np.testing.assert_allclose(scores[True], unit * np.sqrt(squares + 1.0))
 
 
-def test_scores_of_a_server_are_the_norms_of_its_tokens_advantages() -> None:
-    """√Σ_t (A + β log q_t/p_t)² (1 − p_t)² over the sampled tokens; who has no teacher and A = 0 has no gradient."""
+def test_scores_of_a_server_are_norms_of_token_advantages() -> None:
+    """√Σ_t (A + β log q_t/p_t)² (1 − p_t)² over the sampled tokens; without a teacher A = 0 has no gradient."""
     given = DistillationConfig(teachers={"a": None, "b": SERVER, "c": SERVER, "d": SERVER}, coef=COEF)
     config = Config(loss=LossConfig(name="dr_grpo", distillation=given))
     objective = objective_for(config.loss)
@@ -178,8 +169,8 @@ def test_scores_of_a_server_are_the_norms_of_its_tokens_advantages() -> None:
 
 
 @pytest.mark.parametrize("engine", ["the policy", "another"])
-def test_a_server_s_gradient_is_on_average_that_of_the_divergence(engine: str) -> None:
-    """All tokens of the vocabulary are drawn, each as often as the engine draws it: the expectation, and no sample."""
+def test_expected_gradient_of_a_server_is_the_divergences(engine: str) -> None:
+    """Train on every token of the vocabulary, weighted by the engine's probability."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=9)).requires_grad_()
     own, teacher, other = (torch.log_softmax(torch.from_numpy(rng.normal(size=9)), 0) for _ in range(3))
@@ -205,33 +196,26 @@ def test_a_server_s_gradient_is_on_average_that_of_the_divergence(engine: str) -
     assert torch.allclose(gradient(None), exact, rtol=1e-5, atol=1e-6) == (engine == "the policy")
 
 
-TAUGHT = "loss.distillation.teacher=T"
-SERVED = f"loss.distillation.teacher={SERVER}"
-ALONE = f"{TAUGHT} loss.distillation.use_task_rewards=false"
-
-
-def test_a_teacher_that_cannot_teach_is_named_before_anything_starts(policies: Policies, tmp_path: Path) -> None:
-    def said(teacher: Path, *more: str) -> UserError:
-        given = (f"model.path={policies[0]}", f"loss.distillation.teacher={teacher}", f"run.dir={tmp_path}/run")
-        short = ("data.max_prompt_tokens=16", "rollout.max_response_tokens=16", "data.train=arithmetic")
-        with pytest.raises(UserError) as error:
-            preflight(load_config(None, [*given, *short, *more]), "train")
-        return error.value
-
+def test_teacher_that_cannot_teach_is_refused(policies: Policies, tmp_path: Path) -> None:
+    student, teacher, _ = policies
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "1+1=", "label": "2", "data_source": "{name}"}}\n' for name in "abc"))
-    several = ("loss.distillation.teacher=null", f"data.train={rows}", "data.eval=null")
-    nobody = said(policies[1], *several, f"loss.distillation.teachers={{a: {policies[1]}, c: null}}")
-    assert (nobody.setting, "'b'" in nobody.problem) == ("loss.distillation.teachers", True)
-    absent = said(policies[1], *several, f"loss.distillation.teachers={{a: {tmp_path}/no, b: {policies[1]}, c: null}}")
-    assert absent.setting == "loss.distillation.teachers"
-    absent = said(tmp_path / "absent")
-    assert absent.setting == "loss.distillation.teacher"
-    other = said(write_policy(tmp_path / "other", vocab=VOCAB + 1))
-    assert (other.setting, str(VOCAB + 1) in other.problem) == ("loss.distillation.teacher", True)
+    other = write_policy(tmp_path / "other", vocab=VOCAB + 1)
+    uneven = write_policy(tmp_path / "uneven", layers=3)
     renamed = write_policy(tmp_path / "renamed")
     file = renamed / "tokenizer.json"
     file.write_text(file.read_text().replace('"7"', '"seven"'))
-    assert "'seven'" in said(renamed).problem
-    uneven = said(write_policy(tmp_path / "uneven", layers=3), "layout.pp=2")
-    assert (uneven.setting, "teacher" in uneven.problem) == ("layout.pp", True)
+    one, several = "loss.distillation.teacher", "loss.distillation.teachers"
+    for words, setting, problem in (
+        ((f"{several}={{a: {teacher}, c: null}}", f"data.train={rows}", "data.eval=null"), several, "'b'"),
+        ((f"{several}={{a: {tmp_path}/no, b: null, c: null}}", f"data.train={rows}", "data.eval=null"), several, ""),
+        ((f"{one}={tmp_path}/absent",), one, ""),
+        ((f"{one}={other}",), one, str(VOCAB + 1)),
+        ((f"{one}={renamed}",), one, "'seven'"),
+        ((f"{one}={uneven}", "layout.pp=2"), "layout.pp", "teacher"),
+    ):
+        given = f"model.path={student} run.dir={tmp_path}/run data.train=arithmetic data.max_prompt_tokens=16"
+        with pytest.raises(UserError) as error:
+            preflight(load_config(None, [*given.split(), "rollout.max_response_tokens=16", *words]), "train")
+        assert error.value.setting == setting, words
+        assert problem in error.value.problem, words
