@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Kills parts of small runs at random and starts them again, N times (100 without an argument): ranks, launchers, writers
-# of checkpoints and, where SGLANG_PYTHON names an environment with SGLang, servers; or has a user's conversation exit,
-# hang or return nonsense. Says what was lost, changed or left.
-# With --servers the runs are two steps ahead of two SGLang servers, which it installs, and servers, ranks, launchers,
-# judges and reward workers are killed, or a conversation misbehaves, N times in all.
+# Kills parts of small runs at random and resumes the runs, N times (100 without an argument): ranks, launchers and
+# writers of checkpoints; or has a user's conversation exit, hang or return nonsense. Prints everything that was lost,
+# changed or left behind.
+# With --servers the runs are two steps ahead of two SGLang servers, which the script installs. Servers, ranks,
+# launchers, the judge and reward workers are killed, N times in all.
 set -euo pipefail
 source "$(dirname "$0")/install.sh" cpu,dev
 export OMP_NUM_THREADS=1

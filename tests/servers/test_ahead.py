@@ -20,8 +20,7 @@ from megatron_dppo.rollout.servers.client import GenerateRequest
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.settings import load_config
-from tests import recorded
-from tests.ledger import Event, events, trained
+from tests.chaos.ledger import Event, events, job, trained
 from tests.ranks import RankPool
 from tests.servers.real import Kind, RealServer, RealServers
 from tests.small_runs import MIXED, REWARD, Rows, rows
@@ -44,7 +43,7 @@ EDGES = (1, 2, 4, 6, 9, 13, 20, LONGEST)
 
 def live(rank: int, size: int, settings: Sequence[str], secret: str) -> None:
     os.environ[SECRET] = secret
-    recorded.job(load_config(None, settings))
+    job(load_config(None, settings))
 
 
 def without_the_longest(ledger: Sequence[Event]) -> list[int]:
