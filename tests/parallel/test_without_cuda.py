@@ -14,7 +14,7 @@ only_without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="machin
 
 
 @only_without_cuda
-def test_a_second_install_changes_nothing() -> None:
+def test_second_install_changes_nothing() -> None:
     without_cuda.install()
     zeros, tensor_type = torch.zeros, torch.Tensor.type
     without_cuda.install()
@@ -25,7 +25,7 @@ def test_a_second_install_changes_nothing() -> None:
 
 
 @only_without_cuda
-def test_the_meta_device_still_allocates_no_memory(tmp_path: Path) -> None:
+def test_meta_device_allocates_no_memory(tmp_path: Path) -> None:
     code = (
         "import torch; from megatron_dppo.parallel import without_cuda; without_cuda.install()\n"
         "with torch.device('meta'): assert torch.nn.Linear(2, 2).weight.is_meta and torch.zeros(1).is_meta"

@@ -1,8 +1,10 @@
-"""A slow rank is named; an error of one rank is everybody's."""
+"""A slow rank is named; an error of one rank is raised on all."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,20 +17,26 @@ from megatron_dppo.parallel.world import initialize
 from tests.ranks import RankPool
 
 
-def come_late(rank: int, size: int) -> str:
-    world = initialize(LayoutConfig(dp=2), seed=1, timeout_s=2.0)
+def come_late(rank: int, size: int, reported: Path) -> str:
+    world = replace(initialize(LayoutConfig(dp=2), seed=1, timeout_s=60.0), timeout_s=0.5)
+
+    def roll_out() -> None:
+        while rank == 1 and not reported.exists():
+            time.sleep(0.01)
+
     try:
-        world.together(lambda: time.sleep(4.0 if rank == 1 else 0.0), what="rollouts")
+        world.together(roll_out, what="rollouts")
     except UserError as error:
+        reported.touch()
         return str(error)
     except RuntimeError:
         return "torch's own error"
     return "no error"
 
 
-def test_rank_that_is_late_is_named_with_the_setting_and_the_work(ranks: RankPool) -> None:
-    leader, late = ranks.run(2, come_late)
-    assert leader.startswith("rollout.timeout_s = 2: not every rank finished its rollouts in time")
+def test_late_rank_is_named_with_the_setting_and_the_work(ranks: RankPool, tmp_path: Path) -> None:
+    leader, late = ranks.run(2, come_late, tmp_path / "reported")
+    assert leader.startswith("rollout.timeout_s = 0.5: not every rank finished its rollouts in time")
     assert "1" in leader.split("in time: ")[1]
     assert late == "torch's own error"
 
@@ -51,17 +59,17 @@ def test_error_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
     assert ranks.run(2, fail_on_one) == ["is broken on rank 1"] * 2
 
 
-def test_the_default_group_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch would split the group for weights off one that is."""
+def test_default_group_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would split the group for weights off a group that is bound."""
     asked: dict[str, Any] = {}
 
-    def noting(backend: str, **options: Any) -> None:
+    def record(backend: str, **options: Any) -> None:
         asked.update(options, backend=backend)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
-    monkeypatch.setattr(dist, "init_process_group", noting)
+    monkeypatch.setattr(dist, "init_process_group", record)
     with pytest.raises(KeyboardInterrupt):
         initialize(LayoutConfig(), seed=1, timeout_s=1.0)
     assert asked["backend"] == "nccl"
