@@ -1,139 +1,223 @@
-from dataclasses import replace
+"""Packs written out, and the prefix trees of samples that begin alike."""
+
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.rl.pack import TrainingSample, build_pack, path_to
+from megatron_dppo.rl.pack import (
+    LEAST_SHARED,
+    TrainingSample,
+    build_pack,
+    cut,
+    path_to,
+    prefix_tree,
+    shared_lengths,
+    shared_of_kept,
+)
+from megatron_dppo.rl.types import Completion, Pack, VersionSpan
 
 PAD = 999
+Sequences = list[tuple[int, ...]]
+sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple), min_size=1, max_size=7)
+aligns = st.sampled_from([1, 2, 8])
 
 
-def sample(
-    prompt: int, response: int, first: int = 0, advantage: float = 1.0, scale: float = 1.0, version: int = 0
-) -> TrainingSample:
-    """Prompt tokens first, first + 1, …, then response tokens from 100 + first on."""
-    return TrainingSample(
-        prompt_ids=np.arange(first, first + prompt, dtype=np.int32),
-        response_ids=np.arange(100 + first, 100 + first + response, dtype=np.int32),
-        engine_logprobs=-np.arange(1, response + 1, dtype=np.float32),
-        loss_mask=np.ones(response, bool),
-        advantage=advantage,
-        scale=scale,
-        version=version,
-    )
+def sample(prompt: int, response: int, first: int = 0, **fields: Any) -> TrainingSample:
+    """Return prompt tokens first, first + 1, …, then response tokens from 100 + first on."""
+    made: dict[str, Any] = {
+        "response_ids": np.arange(100 + first, 100 + first + response, dtype=np.int32),
+        "engine_logprobs": -np.arange(1, response + 1, dtype=np.float32),
+        "loss_mask": np.ones(response, bool),
+        "advantage": 1.0,
+        "scale": 1.0,
+        "version": 0,
+    }
+    return TrainingSample(prompt_ids=np.arange(first, first + prompt, dtype=np.int32), **(made | fields))
 
 
-def test_a_pack_of_two_samples_written_out():
-    pack = build_pack(
-        [sample(2, 3, advantage=0.5, scale=0.1), sample(1, 2, first=10, version=3)], capacity=12, pad_id=PAD, align=2
-    )
-    assert pack.token_ids.tolist() == [0, 1, 100, 101, 102, PAD, 10, 110, 111, PAD, 0, 1]
-    assert pack.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1]
-    assert pack.cu_seqlens.tolist() == [0, 6, 10, 12]
+def pack_of(*samples: TrainingSample, capacity: int, align: int = 1) -> Pack:
+    return build_pack(samples, capacity, pad_id=PAD, align=align)
+
+
+def check(pack: Pack, **expected: list[Any]) -> None:
+    assert {name: getattr(pack, name).tolist() for name in expected} == expected
+
+
+def test_pack_of_two_samples_written_out() -> None:
+    pack = pack_of(sample(2, 3, advantage=0.5, scale=0.1), sample(1, 2, first=10, version=3), capacity=12, align=2)
     assert pack.max_seqlen == 6
-    assert pack.predictors.tolist() == [1, 2, 3, 6, 7]
-    assert pack.targets.tolist() == [100, 101, 102, 110, 111]
-    assert pack.sample.tolist() == [0, 0, 0, 1, 1]
-    assert pack.advantage.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
-    assert pack.scale.tolist() == [0.1, 0.1, 0.1, 1.0, 1.0]
-    assert pack.engine_logprobs.tolist() == [-1, -2, -3, -1, -2]
-    assert pack.versions.tolist() == [0, 0, 0, 3, 3]
+    check(
+        pack,
+        token_ids=[0, 1, 100, 101, 102, PAD, 10, 110, 111, PAD, 0, 1],
+        position_ids=[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1],
+        cu_seqlens=[0, 6, 10, 12],
+        predictors=[1, 2, 3, 6, 7],
+        targets=[100, 101, 102, 110, 111],
+        sample=[0, 0, 0, 1, 1],
+        advantage=[0.5, 0.5, 0.5, 1.0, 1.0],
+        scale=[0.1, 0.1, 0.1, 1.0, 1.0],
+        engine_logprobs=[-1, -2, -3, -1, -2],
+        versions=[0, 0, 0, 3, 3],
+    )
 
 
-def test_what_the_policy_was_given_is_read_and_not_trained_on():
-    given = replace(sample(2, 4), loss_mask=np.array([True, False, False, True]))
-    pack = build_pack([given, sample(1, 2, first=10)], capacity=9, pad_id=PAD, align=1)
-    assert pack.token_ids.tolist() == [0, 1, 100, 101, 102, 103, 10, 110, 111]
-    assert pack.predictors.tolist() == [1, 4, 6, 7]
-    assert pack.targets.tolist() == [100, 103, 110, 111]
-    assert pack.sample.tolist() == [0, 0, 1, 1]
-    assert pack.engine_logprobs.tolist() == [-1, -4, -1, -2]
+def test_given_tokens_are_read_and_not_trained_on() -> None:
+    """Advantages may differ by token, as those of segments do."""
+    mask, advantage = np.array([True, False, False, True]), np.array([0.5, 9.0, 9.0, -0.5])
+    pack = pack_of(sample(2, 4, loss_mask=mask, advantage=advantage), sample(1, 2, first=10), capacity=9)
+    check(
+        pack,
+        token_ids=[0, 1, 100, 101, 102, 103, 10, 110, 111],
+        predictors=[1, 4, 6, 7],
+        targets=[100, 103, 110, 111],
+        sample=[0, 0, 1, 1],
+        advantage=[0.5, -0.5, 1.0, 1.0],
+        engine_logprobs=[-1, -4, -1, -2],
+    )
 
 
-samples = st.lists(st.builds(sample, st.integers(1, 9), st.integers(1, 9), st.integers(0, 50)), max_size=6)
-
-
-@given(samples, st.sampled_from([1, 2, 4]), st.integers(0, 20))
-def test_each_predictor_sees_its_own_sample_up_to_the_token_before_its_target(samples, align, spare):
+@given(st.lists(st.builds(sample, *[st.integers(1, 9)] * 3), max_size=6), st.sampled_from([1, 4]), st.integers(0, 20))
+def test_predictor_sees_its_own_sample_up_to_its_target(samples, align, spare):
     needed = sum(-(-(len(r.prompt_ids) + len(r.response_ids)) // align) * align for r in samples)
-    pack = build_pack(samples, max(1, needed + spare), PAD, align)
+    capacity = max(1, needed + spare)
+    pack = pack_of(*samples, capacity=capacity, align=align)
     for predictor, target, index in zip(pack.predictors, pack.targets, pack.sample, strict=True):
         start = pack.cu_seqlens[np.searchsorted(pack.cu_seqlens, predictor, side="right") - 1]
         sequence = np.concatenate([samples[index].prompt_ids, samples[index].response_ids])
         np.testing.assert_array_equal(pack.token_ids[start : predictor + 1], sequence[: predictor - start + 1])
         assert sequence[predictor - start + 1] == target
     assert len(pack.targets) == sum(len(r.response_ids) for r in samples)
-    assert PAD not in pack.targets
-
-
-@given(samples, st.sampled_from([1, 2, 4]), st.integers(0, 20))
-def test_segments_tile_the_pack_and_positions_restart_in_each(samples, align, spare):
-    needed = sum(-(-(len(r.prompt_ids) + len(r.response_ids)) // align) * align for r in samples)
-    capacity = max(1, needed + spare)
-    pack = build_pack(samples, capacity, PAD, align)
-    assert (pack.cu_seqlens[0], pack.cu_seqlens[-1]) == (0, capacity)
     segments = np.diff(pack.cu_seqlens)
-    assert (segments > 0).all()
+    assert (pack.cu_seqlens[0], segments.sum()) == (0, capacity) and (segments > 0).all()
     np.testing.assert_array_equal(pack.position_ids, np.concatenate([np.arange(n) for n in segments]))
     assert pack.max_seqlen == segments.max()
-    assert pack.max_seqlen < capacity or len(segments) == 1
 
 
-def test_what_samples_share_is_there_once_and_predicts_for_each_of_them():
+def test_shared_tokens_are_stored_once_and_predict_for_each_sample() -> None:
     """A prompt of 3 tokens. The second response goes on from the first one's second token."""
-    first, second, third = sample(3, 3), replace(sample(3, 4), shared=5), replace(sample(3, 1), shared=3)
-    second = replace(second, response_ids=np.array([100, 101, 7, 8], np.int32))
-    third = replace(third, response_ids=np.array([9], np.int32), loss_mask=np.array([True]))
-    pack = build_pack([first, second, third, sample(1, 1, first=10)], capacity=14, pad_id=PAD, align=1)
-    assert pack.token_ids.tolist() == [0, 1, 2, 100, 101, 102, 7, 8, 9, 10, 110, 0, 1, 2]
-    assert pack.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 3, 0, 1, 0, 1, 2]
-    assert pack.cu_seqlens.tolist() == [0, 3, 5, 6, 8, 9, 11, 14]
+    second = sample(3, 4, shared=5, response_ids=np.array([100, 101, 7, 8]))
+    third = sample(3, 1, shared=3, response_ids=np.array([9]))
+    pack = pack_of(sample(3, 3), second, third, sample(1, 1, first=10), capacity=14)
+    check(
+        pack,
+        token_ids=[0, 1, 2, 100, 101, 102, 7, 8, 9, 10, 110, 0, 1, 2],
+        position_ids=[0, 1, 2, 3, 4, 5, 5, 6, 3, 0, 1, 0, 1, 2],
+        cu_seqlens=[0, 3, 5, 6, 8, 9, 11, 14],
+        predictors=[2, 3, 4, 2, 3, 4, 6, 2, 9],
+        targets=[100, 101, 102, 100, 101, 7, 8, 9, 110],
+        sample=[0, 0, 0, 1, 1, 1, 1, 2, 3],
+    )
     assert (pack.tree.parents.tolist(), pack.tree.tokens.tolist()) == ([-1, 0, 1, 1, 0, -1, -1], [3, 2, 1, 2, 1, 2, 3])
     assert pack.max_seqlen == 7
-    assert pack.predictors.tolist() == [2, 3, 4, 2, 3, 4, 6, 2, 9]
-    assert pack.targets.tolist() == [100, 101, 102, 100, 101, 7, 8, 9, 110]
-    assert pack.sample.tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3]
     assert path_to(pack, 7).tolist() == [0, 1, 2, 3, 4, 6, 7]
     assert path_to(pack, 10).tolist() == [9, 10]
 
 
-def test_segments_of_a_tree_are_padded_each():
-    pack = build_pack([sample(3, 1), replace(sample(3, 2, scale=2.0), shared=3)], capacity=12, pad_id=PAD, align=4)
-    assert pack.token_ids.tolist() == [0, 1, 2, PAD, 100, PAD, PAD, PAD, 100, 101, PAD, PAD]
-    assert pack.position_ids.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 3, 4, 5, 6]
-    assert pack.tree.tokens.tolist() == [3, 1, 2]
-    assert (pack.predictors.tolist(), pack.scale.tolist()) == ([2, 2, 8], [1.0, 2.0, 2.0])
-
-
-def test_of_two_routings_of_a_shared_token_the_first_counts():
-    tables = [np.full((4, 1, 1), value, np.uint8) for value in (1, 2)]
-    first, second = (
-        replace(sample(2, 3), routing=tables[0]),
-        replace(sample(2, 3, first=0), shared=2, routing=tables[1]),
+def test_each_segment_of_a_tree_is_padded() -> None:
+    pack = pack_of(sample(3, 1), sample(3, 2, scale=2.0, shared=3), capacity=12, align=4)
+    check(
+        pack,
+        token_ids=[0, 1, 2, PAD, 100, PAD, PAD, PAD, 100, 101, PAD, PAD],
+        position_ids=[0, 1, 2, 3, 3, 4, 5, 6, 3, 4, 5, 6],
+        predictors=[2, 2, 8],
+        scale=[1.0, 2.0, 2.0],
     )
-    pack = build_pack([first, second], capacity=8, pad_id=PAD, align=1)
-    assert pack.routing[:, 0, 0].tolist() == [1, 1, 1, 1, 255, 2, 2, 255]
+    assert pack.tree.tokens.tolist() == [3, 1, 2]
 
 
-def test_routing_lies_beside_its_tokens_and_the_rest_is_not_known():
-    """A sample of which less is known than was read, one whose last token nobody has read, and one without any."""
-    first = replace(sample(2, 3), routing=np.array([[[1, 2]], [[3, 4]]], np.uint8))
-    second = replace(sample(1, 2), routing=np.array([[[5, 6]], [[7, 8]]], np.uint8))
-    pack = build_pack([first, second, sample(1, 1)], capacity=13, pad_id=PAD, align=2)
-    assert pack.routing[:, 0, 0].tolist() == [1, 3, *[255] * 4, 5, 7, *[255] * 5]
-    assert pack.routing[:, 0, 1].tolist() == [2, 4, *[255] * 4, 6, 8, *[255] * 5]
-    assert build_pack([sample(1, 1)], capacity=4, pad_id=PAD, align=2).routing is None
+def test_routing_lies_beside_its_tokens() -> None:
+    """Of a shared token the first routing counts. Less is known than was read; a sample may have none."""
+    first = sample(2, 3, routing=np.array([[[1, 2]], [[3, 4]]], np.uint8))
+    second = sample(1, 2, first=10, routing=np.array([[[5, 6]], [[7, 8]]], np.uint8))
+    third = sample(1, 3, first=10, shared=1, routing=np.full((2, 1, 2), 9, np.uint8))
+    pack = pack_of(first, second, third, sample(1, 1), capacity=18, align=2)
+    assert pack.routing[:, 0, 0].tolist() == [1, 3, *[255] * 4, 5, 255, 7, 255, 9, *[255] * 7]
+    assert pack.routing[:, 0, 1].tolist() == [2, 4, *[255] * 4, 6, 255, 8, 255, 9, *[255] * 7]
+    assert pack_of(sample(1, 1), capacity=4).routing is None
 
 
-def test_a_pack_without_samples_is_all_padding():
+def test_pack_without_samples_is_all_padding() -> None:
     pack = build_pack([], capacity=8, pad_id=2, align=1)
-    assert pack.token_ids.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert pack.cu_seqlens.tolist() == [0, 8]
-    assert len(pack.targets) == len(pack.engine_logprobs) == len(pack.scale) == 0
+    check(pack, token_ids=[0, 1, 2, 0, 1, 2, 0, 1], cu_seqlens=[0, 8], targets=[], engine_logprobs=[], scale=[])
 
 
-def test_samples_that_do_not_fit_are_refused():
+def test_samples_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="samples of 6 tokens do not fit into a pack of 5"):
-        build_pack([sample(2, 3)], capacity=5, pad_id=PAD, align=2)
+        pack_of(sample(2, 3), capacity=5, align=2)
+
+
+def share(of: Sequences) -> list[int]:
+    """Return how many tokens each sequence has in common with the one before."""
+    equal = [[a == b for a, b in zip(one, other, strict=False)] + [False] for one, other in pairwise(of)]
+    return [0, *(row.index(False) for row in equal)]
+
+
+def test_prefix_trees_written_out() -> None:
+    assert prefix_tree([5, 6, 5], [0, 5, 3]) == [(-1, 0, 0, 3), (0, 0, 3, 5), (1, 1, 5, 6), (0, 2, 3, 5)]
+    assert prefix_tree([2, 3], [0, 0]) == [(-1, 0, 0, 2), (-1, 1, 0, 3)]
+    assert prefix_tree([4, 4, 2], [0, 4, 2]) == [(-1, 0, 0, 2), (0, 0, 2, 4)]
+
+
+@given(sequences)
+def test_paths_of_a_prefix_tree_are_the_samples(of: Sequences) -> None:
+    """No shared token is stored twice."""
+    shares = share(of)
+    segments = prefix_tree([*map(len, of)], shares)
+    assert sum(end - begin for *_, begin, end in segments) == sum(map(len, of)) - sum(shares)
+    paths: dict[int, tuple[int, ...]] = {-1: ()}
+    prefixes = set()
+    for number, (parent, first, begin, end) in enumerate(segments):
+        assert begin < end and len(paths[parent]) == begin
+        paths[number] = paths[parent] + of[first][begin:end]
+        prefixes |= {paths[number][:length] for length in range(begin + 1, end + 1)}
+    assert set(of) <= prefixes
+
+
+@given(sequences, aligns, st.integers(1, 40))
+def test_pieces_of_prefix_groups_keep_to_their_size(of: Sequences, align: int, most: int) -> None:
+    lengths = np.array([*map(len, of)])
+    pieces = cut(lengths, np.array(share(of)), most=most, align=align)
+    assert pieces.starts[0] == 0 and pieces.starts[-1] == len(of)
+    for number, (first, last) in enumerate(pairwise(pieces.starts.tolist())):
+        shares = pieces.shared[first:last].tolist()
+        assert shares[0] == 0 and all(shares[1:])
+        segments = prefix_tree(lengths[first:last].tolist(), shares)
+        assert pieces.slots[number] == sum(-(-(end - begin) // align) * align for *_, begin, end in segments)
+        assert pieces.slots[number] <= (-(-lengths[first:last] // align) * align).sum()
+        assert pieces.slots[number] <= most or last == first + 1
+    assert pieces.sums(lengths.astype(float)).sum() == lengths.sum()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shared", "most", "align", "starts", "slots"),
+    [
+        ([30, 30, 30], [0, 20, 20], 50, 1, [0, 3], [50]),
+        ([30, 30, 30], [0, 20, 20], 49, 1, [0, 2, 3], [40, 30]),
+        ([8, 8], [0, 1], 99, 8, [0, 1, 2], [8, 8]),  # padding costs more than sharing saves
+        ([16, 16], [0, 8], 99, 8, [0, 2], [24]),
+    ],
+)
+def test_prefix_group_is_whole_where_sharing_saves(lengths, shared, most, align, starts, slots):
+    pieces = cut(np.array(lengths), np.array(shared), most=most, align=align)
+    assert (pieces.starts.tolist(), pieces.slots.tolist()) == (starts, slots)
+
+
+def completion(*tokens: int) -> Completion:
+    ids = np.array(tokens, np.int32)
+    return Completion(ids, np.zeros(len(ids), np.float32), np.ones(len(ids), bool), (VersionSpan(0, len(ids)),), "stop")
+
+
+def test_responses_share_what_is_long_enough_for_a_segment() -> None:
+    trunk = range(LEAST_SHARED)
+    group = completion(*trunk, 7), completion(*trunk, 8), completion(*trunk[:-1], 9), completion(1)
+    assert shared_lengths(4, group) == [0, 4 + LEAST_SHARED, 4, 4]
+
+
+def test_kept_neighbours_share_the_least_of_those_between() -> None:
+    table = np.array([[0, 20, 30, 25], [0, 9, 9, 9]])
+    group, kept = np.array([0, 0, 0, 1, 1]), np.array([0, 2, 3, 1, 3])
+    assert shared_of_kept(table, group, kept).tolist() == [0, 20, 25, 0, 9]
