@@ -31,7 +31,7 @@ from megatron_dppo.train import Trainer
 from tests.policies import write_policy
 
 SAVED = 3
-"""The step after which there is a checkpoint."""
+"""The step of the only checkpoint."""
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Differ within a prompt: a random policy is never right, and equal rewards train nothing."""
@@ -39,7 +39,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 MIXED = "len(solution_str) % 3"
 REWARDS = {"mixed": MIXED, "equal": "1.0", "half": f"{MIXED} if int(ground_truth) % 2 else 1.0"}
-"""Rewards by file. Of ``half``, half of the prompts have equal rewards."""
+"""Rewards by file. With ``half``, the rewards of every second prompt are equal."""
 Rows = list[dict[str, Any]]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,41 +40,28 @@ def load(file: Path, tokenizer: Tokenizer, *, rank: int = 0, ranks: int = 1) -> 
     return load_offline(load_config(None, settings_of(file)), tokenizer, 131, (1,), rank=rank, ranks=ranks)
 
 
-Edit = Callable[[dict[str, Any]], Any]
-BAD: dict[str, tuple[Edit, ...]] = {
-    "either token_ids or text": (lambda c: c.pop("token_ids"), lambda c: c.update(text="#5")),
-    "has no tokens": (lambda c: c.update(token_ids=[]),),
-    "none of the policy's": (lambda c: c["token_ids"].__setitem__(0, 10**6),),
-    "logprobs for": (lambda c: c["token_ids"].pop(),),
-    "over rollout.max_response_tokens = 9": (lambda c: c.update(token_ids=[1] * 10),),
-    "above 0, null or not finite": (
-        lambda c: c.update(logprobs=[0.5, -1.0]),
-        lambda c: c.update(logprobs=[math.nan, -1.0]),
-    ),
-    "no list of numbers under 'logprobs'": (
-        lambda c: c.pop("logprobs"),
-        lambda c: c.update(logprobs=[None, -1.0]),
-    ),
-    "without a token that the policy sampled": (lambda c: c.update(loss_mask=[0, 0]),),
-    "a loss_mask of other values": (
-        lambda c: c.update(loss_mask=[0.5, 0.5]),
-        lambda c: c.update(loss_mask=[math.nan, 1]),
-    ),
-    "under 'correct'": (lambda c: c.update(correct="no"), lambda c: c.update(correct=0.5)),
-    "has the reward": (
-        lambda c: c.update(reward="1"),
-        lambda c: c.update(reward=None),
-        lambda c: c.update(reward=1e12),
-    ),
-    "the finish_reason": (lambda c: c.update(finish_reason="abort"),),
+BAD: dict[str, tuple[dict[str, Any], ...]] = {
+    "either token_ids or text": ({"token_ids": None}, {"text": "#5"}),
+    "has no tokens": ({"token_ids": []},),
+    "none of the policy's": ({"token_ids": [5, 10**6]},),
+    "logprobs for": ({"token_ids": [5]},),
+    "over rollout.max_response_tokens = 9": ({"token_ids": [1] * 10},),
+    "above 0, null or not finite": ({"logprobs": [0.5, -1.0]}, {"logprobs": [math.nan, -1.0]}),
+    "no list of numbers under 'logprobs'": ({"logprobs": None}, {"logprobs": [None, -1.0]}),
+    "without a token that the policy sampled": ({"loss_mask": [0, 0]},),
+    "a loss_mask of other values": ({"loss_mask": [0.5, 0.5]}, {"loss_mask": [math.nan, 1]}),
+    "under 'correct'": ({"correct": "no"}, {"correct": 0.5}),
+    "has the reward": ({"reward": "1"}, {"reward": None}, {"reward": 1e12}),
+    "the finish_reason": ({"finish_reason": "abort"},),
 }
+"""Problems, and changes of a completion that have them."""
 
 
 @pytest.mark.parametrize("problem", BAD)
-def test_bad_completion_is_named_with_its_line(problem: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    for edit in BAD[problem]:
+def test_bad_completion_is_named_with_line(problem: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for change in BAD[problem]:
         rows = json.loads(json.dumps(ROWS))
-        edit(rows[2]["completions"][1])
+        rows[2]["completions"][1] |= change
         with pytest.raises(UserError) as caught:
             load(write_rows(tmp_path / "bad.jsonl", rows), tokenizer)
         assert caught.value.setting == "data.rollouts"
@@ -89,7 +75,7 @@ def test_group_of_another_size_is_refused(tokenizer: Tokenizer, tmp_path: Path) 
         load(write_rows(tmp_path / "small.jsonl", [small]), tokenizer)
 
 
-def test_each_group_is_on_one_rank(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_groups_are_divided_among_ranks(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "rollouts.jsonl", ROWS)
     pool, whole = load(file, tokenizer)
     for rank in range(3):

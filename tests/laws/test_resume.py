@@ -16,11 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_dppo.data import stored
 from megatron_dppo.process.lifetime import SAVED
 from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.commands import Command
-from tests.small_runs import MIXED, REWARD, Rows, rows, small_words, write_run
+from tests.small_runs import MIXED, REWARD, rows, small_words, write_run
 
 STEPS = 6
 LIMIT_S = 120.0
@@ -89,7 +88,7 @@ def close_output() -> None:
 
 @pytest.fixture(scope="module")
 def whole(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed run whose output nobody reads."""
+    """The folder of an undisturbed run with a closed output."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     assert command(policy, run, before=close_output).exit_code() == 0, log_of(run).read_text()
     result = rows(run)
@@ -166,7 +165,9 @@ def test_finished_run_is_shown_and_never_rewritten(policy: Path, tmp_path: Path,
 def test_run_resumes_on_fewer_ranks(policy: Path, tmp_path: Path, whole: Path) -> None:
     """The same prompts, answers and draws, to rounding."""
     run = tmp_path / "run"
-    drop_checkpoint(whole, run, STEPS, latest=3)
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / "checkpoints" / f"iter_{STEPS:07d}")
+    (run / "checkpoints" / TRACKER).write_text("3\n")
     assert command(policy, run, "layout.tp=1").exit_code() == 0, log_of(run).read_text()
     for row, expected in zip(rows(run), rows(whole), strict=True):
         assert row["step"] == expected["step"]
@@ -175,13 +176,6 @@ def test_run_resumes_on_fewer_ranks(policy: Path, tmp_path: Path, whole: Path) -
                 assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)
     ranks = [json.loads(line)["perf/ranks"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert ranks == [2] * 4 + [1] * 3
-
-
-def drop_checkpoint(whole: Path, run: Path, step: int, *, latest: int) -> None:
-    """Copy a run to what it was before the checkpoint of a step."""
-    shutil.copytree(whole, run)
-    shutil.rmtree(run / "checkpoints" / f"iter_{step:07d}")
-    (run / "checkpoints" / TRACKER).write_text(f"{latest}\n")
 
 
 HANGING = """
@@ -210,33 +204,3 @@ def test_run_ends_though_a_reward_hangs(policy: Path, tmp_path: Path) -> None:
     launcher.send_signal(signal.SIGTERM)
     wait_until_gone(family, 60.0)
     assert exit_code(process) == 128 + signal.SIGTERM
-
-
-def store_every_file() -> None:
-    """Treat every file as a large one."""
-    stored.LARGE = 0
-
-
-def test_run_on_stored_rows_resumes_bit_for_bit(policy: Path, tmp_path: Path) -> None:
-    """Of two sources, each tokenised once."""
-    sources = []
-    for first, (name, weight) in enumerate((("a", 3), ("b", 1))):
-        sums = [(first + 2 * i, j) for i in range(4) for j in range(3)]
-        lines = [json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b), "data_source": name}) for a, b in sums]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-        sources.append({"path": str(tmp_path / f"{name}.jsonl"), "weight": weight})
-    settings = (f"data.train={json.dumps(sources)}", "run.steps=4", "run.checkpoint_every=2", "run.export=false")
-    environ = {stored.CACHE: str(tmp_path / "cache")}
-
-    def train(run: Path) -> Rows:
-        typed = command(policy, run, *settings, "layout.tp=1", "eval.every=0", environ=environ, before=store_every_file)
-        assert typed.exit_code() == 0, log_of(run).read_text()
-        return rows(run)
-
-    run, resumed = tmp_path / "run", tmp_path / "resumed"
-    undisturbed = train(run)
-    for source in sources:
-        assert log_of(run).read_text().count(f"tokenising {source['path']}: done") == 1
-    drop_checkpoint(run, resumed, 4, latest=2)
-    assert train(resumed) == undisturbed
-    assert "tokenising" not in log_of(resumed).read_text()

@@ -1,5 +1,5 @@
-"""Routing replay is the same in every layout, changes nothing where it repeats the router's own choice, and changes the
-gradient where it does not."""
+"""Routing replay: the same update in every layout; no change with the router's own choice; another gradient with
+another choice."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ POLICY = partial(write_qwen3_moe, sizes=Sizes(vocab_size=VOCAB, num_hidden_layer
 
 
 def route(groups: list[Group]) -> list[Group]:
-    """Return the groups with random experts of every token and layer, a function of all tokens up to there. Of a tenth
-    of the tokens no expert is known."""
+    """Return the groups with random experts of every token and layer, a function of all tokens up to there. A tenth of
+    the tokens have unknown experts."""
     made = []
     for group in groups:
         completions = []
@@ -124,8 +124,8 @@ def test_replay_of_the_own_choice_changes_no_bit(ranks: RankPool, policy: Path, 
 
 
 def test_replay_of_fresh_rollouts_is_the_trainers_choice(ranks: RankPool, tmp_path: Path) -> None:
-    """In fp32 engine and trainer choose alike: a table that is off by one token would show. Rollouts of older weights
-    have other experts."""
+    """In fp32 engine and trainer make the same choice: a table shifted by one token would differ. Rollouts of
+    older weights have other experts."""
     folder = write_run(tmp_path)
     write_qwen3_moe(folder / "hf", Sizes(vocab_size=VOCAB), experts=EXPERTS)
     write_tokenizer(character_tokenizer(), folder / "hf", max_tokens=128)

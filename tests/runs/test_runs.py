@@ -1,7 +1,7 @@
 """Whole runs: a table of configurations, each run to its end by one runner.
 
-A run that holds rollouts in memory at its death is killed after its checkpoint and resumed as well: its metrics are
-those of the undisturbed run, bit for bit. The files of rollouts in flight are the matter of
+A run that holds rollouts in memory at its death is killed after its checkpoint and resumed as well: its metrics equal
+the undisturbed run's, bit for bit. The files of rollouts in flight are the matter of
 ``rollout/test_step_rollouts.py``.
 """
 
@@ -40,7 +40,7 @@ HALF = ("reward.function=FOLDER/half.py:compute_score", "eval.problems=0")
 
 
 def check_staleness(steps: Rows, run: Path) -> None:
-    """Check that rollouts are one version old, except those of the first step."""
+    """Check that rollouts are one version old, except in the first step."""
     assert [row["rollout/stale_tokens"] for row in steps] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert [row["staleness/mean"] for row in steps] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert [row.get("train/rollout_logprob_abs_diff", 1.0) < 1e-5 for row in steps] == [True] + [False] * 4
@@ -95,7 +95,7 @@ class Run:
     """A configuration.
 
     Args:
-        settings: besides those of ``small_run``; FOLDER is the folder of the policy.
+        settings: further settings of ``small_run``; FOLDER is the folder of the policy.
         check: takes the rows of the steps and the run's folder.
         ranks: number of ranks.
         dies: whether the run is also killed and resumed.

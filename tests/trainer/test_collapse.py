@@ -52,7 +52,7 @@ def test_best_checkpoint_stays(policy: Path, ranks: RankPool, tmp_path: Path) ->
         assert read_saved(tmp_path) == sorted({best, last})
 
 
-def test_best_is_the_highest_that_was_evaluated_and_saved() -> None:
+def test_best_is_the_highest_evaluated_and_saved_step() -> None:
     guard = CollapseGuard(RunConfig())
     kept = []
     for step, accuracy in enumerate([0.2, None, 0.6, 0.6, 0.1], start=1):

@@ -137,10 +137,6 @@ def saved(thing: object) -> bytes:
     return data.getvalue()
 
 
-def plant_index(place: Path, payload: Payload) -> None:
-    (place / METADATA).write_bytes(pickle.dumps(payload))
-
-
 def plant_in_index(place: Path, payload: Payload) -> None:
     metadata = read_metadata(place)
     metadata.planner_data = payload
@@ -171,7 +167,6 @@ def plant_in_weight(place: Path, payload: Payload) -> None:
 
 
 PLANTS: tuple[tuple[Callable[[Path, Payload], None], str, bool], ...] = (
-    (plant_index, METADATA, True),
     (plant_in_index, METADATA, True),
     (plant_in_common, COMMON, False),
     (plant_in_object, "optimizer/shard_", False),

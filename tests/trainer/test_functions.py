@@ -82,7 +82,7 @@ def test_ppo_from_a_file_is_grpo(ranks: RankPool, own: Path, tmp_path: Path) -> 
     assert any(row.get("train/pg_clipfrac") for row in rows(tmp_path / "given"))
 
 
-def test_clips_and_ratio_are_those_of_the_named_objective(own: Path) -> None:
+def test_named_objective_gives_clips_and_ratio(own: Path) -> None:
     """GSPO's ratio is its sequence's; a clip of the run's settings holds."""
     old = torch.tensor([-1.0, -1.0])
     given = {
@@ -128,7 +128,7 @@ def test_unfit_objective_is_refused(name: str, problem: str, own: Path) -> None:
     assert (refused.value.setting, refused.value.value) == ("loss.objective", f"{own}:{name}")
 
 
-def test_error_of_a_function_has_its_name(own: Path) -> None:
+def test_error_of_a_function_names_the_function(own: Path) -> None:
     """Of an objective that passes its trial and fails on a pack, and of an engine's constructor."""
     objective = objective_of(LossConfig(objective=f"{own}:stumbles"))
     tokens = token_losses_of(objective, 4)

@@ -20,7 +20,9 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, learning_rate
 from megatron_dppo.rl.plan import unpruned
 from megatron_dppo.rl.types import StepMetadata, StepPlan
+from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.agreement import check_disagreement
+from megatron_dppo.trainer.learner import importance_cap
 from tests.laws.test_split_invariance import LAYOUTS, ONE
 from tests.ranks import RankPool
 from tests.rollout.scripted import world_of
@@ -173,16 +175,13 @@ def test_disagreeing_engine_stops_every_rank_with_evidence(
     ]
     assert kept
     assert all(each in made for each in kept)
-    means = [each["mean_abs_diff"] for each in evidence]
-    assert means == sorted(means, reverse=True)
     for each in evidence:
         difference = np.abs(np.subtract(each["trainer_logprobs"], each["engine_logprobs"]))
         assert each["mean_abs_diff"] == pytest.approx(difference.mean())
-        assert each["versions"] == [1]
 
 
 @pytest.mark.parametrize(("difference", "error"), [(np.nan, 1.0), (0.0, np.nan), (np.inf, 1.0)])
-def test_difference_that_is_no_number_is_past_every_limit(difference: float, error: float, tmp_path: Path) -> None:
+def test_nan_and_infinite_differences_are_past_every_limit(difference: float, error: float, tmp_path: Path) -> None:
     config = replace(Config(), run=replace(Config().run, dir=str(tmp_path)))
     words = {"who": "the engine", "when": "in step 3", "compared": list, "name": "step"}
     with pytest.raises(UserError, match="disagree") as caught:
@@ -191,20 +190,24 @@ def test_difference_that_is_no_number_is_past_every_limit(difference: float, err
     assert caught.value.setting == named
 
 
-def test_importance_weights_ahead_are_cut_off_at_two(ranks: RankPool, policy: Path) -> None:
-    """A trust region has the ratio to the engine itself."""
-    config = configure(policy)
-    ahead = replace(config, rollout=replace(config.rollout, ahead=1))
-    caps = [replace(config, loss=LossConfig(tis_cap=2.0)), ahead, replace(ahead, loss=LossConfig(tis_cap=3.0))]
-    regions = [replace(each, loss=LossConfig(trust_region="tv")) for each in (config, ahead)]
-    results = ranks.in_turn(1, *((learn, settings) for settings in (config, *caps, *regions)))
-    none, two, of_ahead, three, *of_regions = (of_rank.metrics["train/pg_loss"] for [of_rank] in results)
-    assert of_ahead == two
-    assert len({none, two, three}) == 3
-    assert of_regions[0] == of_regions[1]
+@pytest.mark.parametrize(
+    ("overrides", "cap"),
+    [
+        ((), None),
+        (("loss.tis_cap=3",), 3.0),
+        (("rollout.ahead=1",), 2.0),
+        (("data.rollouts=file",), 2.0),
+        (("rollout.ahead=1", "loss.tis_cap=3"), 3.0),
+        (("rollout.ahead=1", "loss.trust_region=tv"), None),
+        (("rollout.ahead=1", "loss.mask_above=9"), None),
+    ],
+)
+def test_importance_weights_of_older_rollouts_are_capped(overrides: tuple[str, ...], cap: float | None) -> None:
+    """Rollouts ahead and of another policy have a cap of two, unless the weights are bounded otherwise."""
+    assert importance_cap(load_config(None, overrides)) == cap
 
 
-def test_updates_of_a_rollout_are_measured_against_its_policy(ranks: RankPool, policy: Path) -> None:
+def test_second_update_is_measured_against_the_first_policy(ranks: RankPool, policy: Path) -> None:
     """Each update has its own learning rate; the loss is the mean of the updates."""
     config = configure(policy, LAYOUTS["pp2"], updates_per_rollout=2)
     config = replace(config, optimizer=replace(config.optimizer, warmup_steps=10))
@@ -260,7 +263,7 @@ def expect_score_norms(path: Path) -> np.ndarray:
     return score_norms
 
 
-def test_score_norms_of_the_head_are_those_of_the_logits(ranks: RankPool, policy: Path) -> None:
+def test_score_norms_of_the_head_equal_the_logits(ranks: RankPool, policy: Path) -> None:
     configs = [configure(policy, LAYOUTS[name], updates_per_rollout=2) for name in ("tp2", "dp2", "pp2", "cp2")]
     calls = [*((measure, config) for config in configs), (measure, configs[0], True)]
     for of_ranks in ranks.in_turn(2, *calls):

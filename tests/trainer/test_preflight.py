@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 from functools import partial
@@ -83,14 +82,10 @@ def test_fitting_configuration_passes_and_writes_nothing(policy: Path, tmp_path:
         ("loss.clip_high", ("loss.clip_high=1e300",)),
     ],
 )
-def test_contradiction_is_refused_by_its_setting(
+def test_contradiction_is_refused_by_setting(
     setting: str, overrides: tuple[str, ...], policy: Path, tmp_path: Path
 ) -> None:
     assert refuse(config_of(policy, tmp_path, *overrides)).setting == setting
-
-
-def test_largest_numbers_are_accepted() -> None:
-    check_config(load_config(None, ["run.seed=9223372036854775807", "rollout.timeout_s=1e9"]))
 
 
 ASSISTANT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "1"}]
@@ -99,15 +94,13 @@ ASSISTANT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": 
 @pytest.mark.parametrize(
     ("row", "overrides", "problem"),
     [
-        ({"label": float("nan")}, (), "nan"),
         ({"label": ""}, ("reward.function=exact",), "has an empty one"),
-        ({"label": {"target": ["1"]}}, (), "is a dict"),
         ({"prompt": " "}, (), "empty prompt"),
         ({"prompt": ASSISTANT}, (), "ends with an answer"),
         ({"prompt": ASSISTANT[:1]}, ("data.chat_template=false",), "chat_template"),
     ],
 )
-def test_bad_row_is_refused_with_its_line(
+def test_bad_row_is_refused_with_line(
     policy: Path, tmp_path: Path, row: dict[str, object], overrides: tuple[str, ...], problem: str
 ) -> None:
     good, file = {"prompt": "a", "label": "1"}, tmp_path / "rows.jsonl"
@@ -178,9 +171,7 @@ def test_checkpoint_replaces_the_weights_of_a_policy(policy: Path, tmp_path: Pat
         ("model.dtype=bf16", "layout.pp=1", "model.dtype"),
     ],
 )
-def test_run_that_cannot_resume_is_refused(
-    policy: Path, tmp_path: Path, written: str, resumed: str, setting: str
-) -> None:
+def test_unfit_resume_is_refused(policy: Path, tmp_path: Path, written: str, resumed: str, setting: str) -> None:
     before, after = config_of(policy, tmp_path, written), config_of(policy, tmp_path, resumed)
     place = write_marks(before, 3)
     preflight(before, "train")
@@ -198,11 +189,6 @@ def test_buffers_of_another_order_of_parameters_are_refused(policy: Path, tmp_pa
     read_state(place, Writer.of(config, "torch"))
     with pytest.raises(UserError, match=r"model\.spec = te: .* written at model\.spec = torch"):
         read_state(place, Writer.of(config, "te"))
-
-
-def test_checkpoint_by_parameter_resumes_in_any_layout(policy: Path, tmp_path: Path) -> None:
-    write_marks(config_of(policy, tmp_path, "layout.tp=2"), 3)
-    preflight(config_of(policy, tmp_path, "layout.pp=2", "optimizer.checkpoint_format=dp_reshardable"), "train")
 
 
 def test_missing_room_on_the_disk_is_found(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,13 +244,7 @@ def test_files_for_servers_lie_on_the_runs_disk(
     assert found.total == found.checkpoint * found.checkpoints + found.export + found.sync + OVERHEAD
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_directory_without_permission_is_refused(policy: Path, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    assert refuse(config_of(policy, tmp_path)).setting == "run.dir"
-
-
-def test_adapters_that_peft_cannot_load_are_refused(tmp_path: Path) -> None:
+def test_adapters_unknown_to_peft_are_refused(tmp_path: Path) -> None:
     write_qwen3_moe(tmp_path / "policy", Sizes())
     asked = ("model.lora.rank=2", "model.lora.targets=[q_proj,up_proj]")
     error = refuse(config_of(tmp_path / "policy", tmp_path, *asked))

@@ -83,7 +83,7 @@ def test_every_setting_has_a_rule() -> None:
     assert rule_of("reward.function: reward.py") == "kept"
 
 
-def test_run_without_its_checksums_is_not_resumed(saved: Path) -> None:
+def test_run_without_checksums_is_not_resumed(saved: Path) -> None:
     check_resume(config_of(saved))
     (saved / "checkpoints" / iteration_name(3) / CHECKSUMS).unlink()
     with pytest.raises(UserError, match=r"checksums\.json is missing"):
@@ -154,7 +154,7 @@ def test_run_without_a_checkpoint_begins_with_any_settings(tmp_path: Path) -> No
     check_resume(config_of(tmp_path, "loss.name=gspo"))
 
 
-def test_each_step_keeps_the_settings_of_its_time(tmp_path: Path) -> None:
+def test_each_step_keeps_the_settings_of_the_time(tmp_path: Path) -> None:
     def names() -> list[tuple[int, str]]:
         return [(entry.step, entry.settings["loss.name"]) for entry in read_history(tmp_path)]
 
@@ -188,7 +188,7 @@ def test_settings_with_keys_are_private(override: str, umask: int, mode: int, tm
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in (HISTORY, IN_FORCE)} == {mode}
 
 
-def test_run_of_an_earlier_version_has_the_settings_in_its_folder(tmp_path: Path) -> None:
+def test_run_of_an_earlier_version_has_settings_in_the_folder(tmp_path: Path) -> None:
     left = as_yaml(config_of(tmp_path)).replace("  seed: 1\n", "").replace("loss:", "loss:\n  gone: 4")
     (tmp_path / IN_FORCE).write_text(left)
     write_checkpoint(tmp_path, 3)
@@ -197,7 +197,7 @@ def test_run_of_an_earlier_version_has_the_settings_in_its_folder(tmp_path: Path
         check_resume(config_of(tmp_path, "loss.name=gspo"))
 
 
-def test_torn_history_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_torn_history_is_read_to_the_last_whole_line(tmp_path: Path) -> None:
     record(tmp_path, 0, config_of(tmp_path))
     with (tmp_path / HISTORY).open("a") as torn:
         torn.write('{"step": 20, "sett')

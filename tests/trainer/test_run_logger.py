@@ -57,7 +57,7 @@ OTHER: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "pruning.jsonl", "answers.jsonl", "summary.json", "config.yaml"])
-def test_run_resumes_or_names_its_damaged_file(name: str, whole: Path, tmp_path: Path) -> None:
+def test_run_resumes_or_names_the_damaged_file(name: str, whole: Path, tmp_path: Path) -> None:
     rng = random.Random(name)
     for kind, damage in {**DAMAGE, **OTHER}.items():
         if kind == "missing" or ((whole / name).stat().st_size == 0 and kind in ("flipped", "truncated")):
@@ -75,7 +75,7 @@ def test_run_resumes_or_names_its_damaged_file(name: str, whole: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "answers.jsonl"])
-def test_row_that_is_no_row_is_refused_with_its_line(name: str, whole: Path, tmp_path: Path) -> None:
+def test_malformed_row_is_refused_with_line(name: str, whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
     file = folder / name
     file.write_bytes(file.read_bytes().replace(b'"step": 0', b'"step! 0'))
@@ -114,11 +114,11 @@ IDLE = {
     "data.arithmetic.seed=3": ("data.train=file.jsonl", "eval.benchmarks=arithmetic"),
     "run.keep_best=true": ("eval.every=7", "eval.every=20"),
 }
-"""Settings, each with one other setting without and one with which a run reads it."""
+"""Settings; for each, another setting without a reader and another with a reader of the first."""
 
 
 @pytest.mark.parametrize("idle", IDLE)
-def test_setting_is_named_while_nothing_reads_it(idle: str) -> None:
+def test_unread_setting_is_named(idle: str) -> None:
     common = ("run.steps=50", "run.checkpoint_every=10", "eval.every=10", "data.eval=held_out.jsonl")
     unread, read = (load_config(None, [*common, idle, *([word] if word else [])]) for word in IDLE[idle])
     assert {*idle_settings(unread)} - {"data.eval", "eval.every"} == {idle.partition("=")[0]}

@@ -93,7 +93,7 @@ def test_unfit_setting_is_refused(setting: str, tmp_path: Path) -> None:
         assert caught.value.setting == setting, overrides
 
 
-def test_server_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninstalled_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for engine in ("sglang", "vllm"):

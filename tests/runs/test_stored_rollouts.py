@@ -1,4 +1,4 @@
-"""Runs on a file of rollouts and on a file of prompts: rows reach the packs with their weights."""
+"""Runs on a file of rollouts: completions reach the update with their weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import Trainer
-from megatron_dppo.trainer.learner import Learner
 from tests.ranks import RankPool
 from tests.small_runs import Rows, begin_run, live, rows, small_run, write_run
 
@@ -84,30 +79,3 @@ def test_stored_rollouts_have_weights_of_policy_over_behaviour(policy: Path, ran
         calls.append((run_and_read, one_step(policy, tmp_path / f"{weight}", f"data.rollouts={other}")))
     for weight, [(_, [row])] in zip(weights, ranks.in_turn(1, *calls), strict=True):
         assert row["train/grad_norm"] == pytest.approx(weight * online["train/grad_norm"], rel=1e-3)
-
-
-def record_plans(rank: int, size: int, config: Config) -> list[StepPlan]:
-    plans: list[StepPlan] = []
-    learn = Learner.learn
-
-    def record(learner: Learner, plan: StepPlan, *rest: Any, **more: Any) -> dict[str, float]:
-        plans.append(plan)
-        return learn(learner, plan, *rest, **more)
-
-    with mock.patch.object(Learner, "learn", record):
-        live(rank, size, config)
-    return plans
-
-
-def test_packs_share_what_prompts_begin_with(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
-    """Of 18 characters, each a token; the other shared lengths are those of whole prompts, within groups."""
-    begin = "1+2+3+4+5+6+7+8+9+"
-    lines = [json.dumps({"prompt": f"{begin}{number}=", "label": "0"}) + "\n" for number in range(1, 10)]
-    (tmp_path / "sums.jsonl").write_text("".join(lines))
-    settings = ("run.steps=1", "eval.problems=0", f"data.train={tmp_path / 'sums.jsonl'}")
-    [[plan]] = ranks.run(1, record_plans, small_run(policy, tmp_path / "run", *settings))
-    [minibatch] = plan.minibatches
-    samples = minibatch.samples
-    first = np.flatnonzero(np.diff(samples.group, prepend=-1))
-    assert len(first) > 2
-    assert samples.shared_length[first].tolist() == [0] + [len(begin)] * (len(first) - 1)
