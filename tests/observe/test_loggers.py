@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from megatron_dppo.bridge.checkpoint_folder import TRACKER
-from megatron_dppo.config import Config, LayoutConfig, replace
+from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe import loggers
 from megatron_dppo.observe.loggers import check_loggers
@@ -26,7 +26,7 @@ from megatron_dppo.settings import as_yaml
 from megatron_dppo.train import train
 from tests.commands import Command
 from tests.ranks import RankPool
-from tests.small_runs import configure, write_run
+from tests.small_runs import small_run, write_run
 
 ALONE = {"WANDB_MODE": "offline", "HOME": "/nowhere"}
 """No account is found."""
@@ -109,13 +109,11 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, and of a third one by the same command, which has lost its last checkpoint and makes the
     second again; MLflow is named only then."""
     place = tmp_path_factory.mktemp("real")
-    config = configure(write_run(place), run := place / "run", LayoutConfig(tp=1, dp=1))
-    launch = replace(config.rollout.launch, env=("SECRET_KEY=hunter2",))
-    scored = replace(config.eval, samples=2)
-    for steps, names in ((2, ("wandb", "trackio")), (3, HERE)):
-        settings = replace(config.run, steps=steps, checkpoint_every=1, loggers=("tensorboard", *names))
-        this = replace(config, run=settings, eval=scored, rollout=replace(config.rollout, launch=launch))
-        (place / "run.yaml").write_text(as_yaml(this))
+    folder, run = write_run(place), place / "run"
+    own = ("layout.dp=1", "rollout.launch.env=[SECRET_KEY=hunter2]", "eval.samples=2", "run.checkpoint_every=1")
+    for steps, names in ((2, "wandb,trackio"), (3, ",".join(HERE))):
+        config = small_run(folder, run, *own, f"run.steps={steps}", f"run.loggers=[tensorboard,{names}]")
+        (place / "run.yaml").write_text(as_yaml(config))
         command = Command(["megatron-dppo", "train", str(place / "run.yaml")], place / "log", environ=ALONE)
         assert command.exit_code() == 0, (place / "log").read_text()
         if steps == 2:
@@ -126,7 +124,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @installed
 @pytest.mark.parametrize("name", HERE)
-def test_a_resumed_run_is_read_back_as_its_metrics_have_it(name: str, real: Path) -> None:
+def test_resumed_run_is_read_back_as_its_metrics(name: str, real: Path) -> None:
     """Each step once. Of the one that was made twice they keep the times that it took at first."""
     written = {row.pop("step"): row for row in read_metrics(real)}
     read = READ[name](real)
@@ -137,7 +135,7 @@ def test_a_resumed_run_is_read_back_as_its_metrics_have_it(name: str, real: Path
 
 
 @installed
-def test_no_logger_is_told_what_servers_are_started_with(real: Path) -> None:
+def test_no_logger_receives_the_servers_environment(real: Path) -> None:
     assert "hunter2" in (real / "config.yaml").read_text()
     told = [file for folder in ("wandb", "trackio") for file in (real / folder).rglob("*") if file.is_file()]
     told += [real / "mlflow.db", *(real / "tensorboard").iterdir()]
@@ -202,17 +200,16 @@ def _collapse(rank: int, size: int, config: Config) -> list[str]:
         return [said for said, _ in _Memory.rows]
 
 
-def test_a_run_that_ends_early_closes_its_loggers(ranks: RankPool, tmp_path: Path) -> None:
+def test_early_end_closes_loggers(ranks: RankPool, tmp_path: Path) -> None:
     """Some send their rows later, and a rank that fails ends at once."""
-    config = configure(write_run(tmp_path), tmp_path / "run", LayoutConfig(tp=1, dp=1), reward="equal")
-    settings = replace(config.run, loggers=("wandb",), max_idle_steps=1)
-    (told,) = ranks.run(1, _collapse, replace(config, run=settings))
+    equal = f"reward.function={tmp_path / 'equal'}.py:compute_score"
+    own = ("layout.dp=1", equal, "run.loggers=[wandb]", "run.max_idle_steps=1")
+    config = small_run(write_run(tmp_path), tmp_path / "run", *own)
+    (told,) = ranks.run(1, _collapse, config)
     assert told[-2:] == ["run 0", "ended early"] and "finished" not in told
 
 
-def test_a_row_that_a_logger_did_not_take_is_given_to_it_again_and_it_is_said(
-    tmp_path: Path, memory: type[_Memory]
-) -> None:
+def test_refused_row_is_sent_again_and_noted(tmp_path: Path, memory: type[_Memory]) -> None:
     memory.fails_at.append(2)
     (first, second, closing) = _write(tmp_path, 0, [1, 2, 3])
     assert first == second and "did not take a row" in first and "still away" in closing
@@ -222,9 +219,7 @@ def test_a_row_that_a_logger_did_not_take_is_given_to_it_again_and_it_is_said(
     assert _given(memory) == [("run 0", step) for step in (1, 2, 3, 4)]
 
 
-def test_steps_that_are_taken_again_are_not_logged_again_and_a_new_run_is_a_new_one(
-    tmp_path: Path, memory: type[_Memory]
-) -> None:
+def test_repeated_steps_are_logged_once(tmp_path: Path, memory: type[_Memory]) -> None:
     _write(tmp_path, 0, range(6))
     _write(tmp_path, 3, range(4, 8))
     assert _given(memory) == [("run 0", step) for step in range(8)]
@@ -232,27 +227,25 @@ def test_steps_that_are_taken_again_are_not_logged_again_and_a_new_run_is_a_new_
     assert _given(memory)[8:] == [("run 10", 0), ("run 10", 1)]
 
 
-def test_a_logger_that_is_named_later_is_given_the_steps_before(tmp_path: Path, memory: type[_Memory]) -> None:
+def test_added_logger_receives_earlier_steps(tmp_path: Path, memory: type[_Memory]) -> None:
     _write(tmp_path, 0, range(4), named=())
     _write(tmp_path, 3, [4])
     assert _given(memory) == [("run 0", step) for step in range(5)]
 
 
-def test_a_logger_is_told_the_settings_without_what_may_have_a_secret_in_it(
-    tmp_path: Path, memory: type[_Memory]
-) -> None:
+def test_logger_receives_settings_without_secrets(tmp_path: Path, memory: type[_Memory]) -> None:
     _write(tmp_path, 0, [1])
     assert memory.settings == {"rollout.engine": "sglang", "data.train": "s3://***@host/b"}
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_loggers(["tensorboard"])
     with pytest.raises(UserError, match=r"run\.loggers = trackio.*pip install 'megatron-dppo\[trackio\]'"):
         check_loggers(["tensorboard", "trackio"])
 
 
-def test_a_logger_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logger_without_connection_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> NoReturn:
         raise ConnectionError("http://me:hunter2@host does not answer")
 

@@ -1,7 +1,8 @@
-"""The logs of a run: exact, and the same after a resume as without one."""
+"""The logs of a run, exact and equal after a resume; and its summary."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import time
@@ -11,7 +12,17 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_dppo.observe.metrics import MetricsLog, StepLog, read_metrics, read_rows
+from megatron_dppo.observe.console import Console
+from megatron_dppo.observe.metrics import (
+    MetricsLog,
+    StepLog,
+    print_summary,
+    read_metrics,
+    read_rows,
+    summarise,
+    write_summary,
+)
+from tests.observe.made_up import made_up_rows
 
 
 def _run(folder: Path, steps: range, *, resume_step: int) -> None:
@@ -21,14 +32,14 @@ def _run(folder: Path, steps: range, *, resume_step: int) -> None:
     log.close()
 
 
-def test_a_row_is_one_line_with_the_step_first_and_keys_sorted(tmp_path: Path) -> None:
+def test_row_is_one_line_with_sorted_keys(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 0)
     log.write(1, {"train/loss": 0.5, "eval/accuracy": 1.0})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "eval/accuracy": 1.0, "train/loss": 0.5}\n'
     log.close()
 
 
-def test_floats_come_back_with_the_same_bits(tmp_path: Path) -> None:
+def test_floats_keep_their_bits(tmp_path: Path) -> None:
     values = {f"x/{i}": float(value) for i, value in enumerate(np.random.default_rng(0).normal(size=50) * 1e-7)}
     log = MetricsLog(tmp_path, 0)
     log.write(1, values | {"x/numpy": np.float64(1 / 3)})
@@ -36,15 +47,16 @@ def test_floats_come_back_with_the_same_bits(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 1, **values, "x/numpy": 1 / 3}]
 
 
-def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_resumed_metrics_equal_uninterrupted_ones(tmp_path: Path) -> None:
     _run(tmp_path / "whole", range(1, 7), resume_step=0)
+    _run(tmp_path / "cut", range(0, 3), resume_step=0)  # of another run: a start from nothing drops every row
     _run(tmp_path / "cut", range(1, 6), resume_step=0)  # the checkpoint is of step 3: two rows too many
     _run(tmp_path / "cut", range(4, 7), resume_step=3)
     whole, cut = (tmp_path / name / "metrics.jsonl" for name in ("whole", "cut"))
     assert cut.read_bytes() == whole.read_bytes()
 
 
-def test_a_log_of_tables_is_resumed_like_the_metrics(tmp_path: Path) -> None:
+def test_resumed_tables_equal_uninterrupted_ones(tmp_path: Path) -> None:
     tables = [[0.125, -1.0, 7, 3.5 + 0.1 * step, 4] for step in range(7)]
     for name, runs in (("whole", [(0, range(1, 7))]), ("cut", [(0, range(1, 6)), (3, range(4, 7))])):
         for resume_step, steps in runs:
@@ -57,7 +69,7 @@ def test_a_log_of_tables_is_resumed_like_the_metrics(tmp_path: Path) -> None:
     assert [row["by_group"] for row in read_rows(cut)] == [[table] for table in tables[1:]]
 
 
-def test_a_row_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
+def test_row_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
     _run(tmp_path, range(1, 4), resume_step=0)
     file = tmp_path / "metrics.jsonl"
     whole = file.read_bytes()
@@ -65,12 +77,6 @@ def test_a_row_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
     MetricsLog(tmp_path, 3).close()
     assert file.read_bytes() == whole
-
-
-def test_a_start_from_nothing_drops_every_row(tmp_path: Path) -> None:
-    _run(tmp_path, range(0, 3), resume_step=0)
-    MetricsLog(tmp_path, 0).close()
-    assert read_metrics(tmp_path) == []
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -84,8 +90,91 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert shown == [(step, round(math.sqrt(step) / 3, 6)) for step in range(1, 7)]
 
 
-def test_rows_are_on_the_disk_before_the_next_step(tmp_path: Path) -> None:
+def test_summary_has_the_figures_of_the_rows() -> None:
+    summary = summarise(made_up_rows(4))
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
+    assert summary["seconds"] == 4 * 2.0 + 3 * 3.0  # three evaluations
+    assert summary["seconds_per_step"] == 2.0
+    assert summary["kept_prompt_fraction"] == 0.75
+    assert summary["kept_token_fraction"] == pytest.approx(0.45)
+    assert summary["pack_fill"] == pytest.approx(0.98)
+    assert (summary["steps"], summary["generated_tokens"], summary["trained_tokens"]) == (4, 4000, 1600)
+    assert (summary["saved_tokens_prompts"], summary["saved_tokens_completions"]) == (800, 2000)
+    assert (summary["saved_seconds_prompts"], summary["saved_seconds_completions"]) == (1.0, 3.0)
+    assert (summary["effective_sample_size"], summary["variance_inflation"]) == (pytest.approx(0.8), 1.25)
+    assert (summary["noise_share_prompts"], summary["noise_share_completions"]) == (0.15, pytest.approx(0.05))
+    assert summary["phase_seconds"] == {"rollout": 4.0, "train": 2.0, "other": 2.0, "evaluation": 9.0}
+
+
+def test_steps_without_kept_samples_are_counted_and_shown() -> None:
+    rows = made_up_rows(4)
+    del rows[2]["train/grad_norm"]
+    rows[2] |= {"prune/kept_token_fraction": 0.0, "pack/fill": 0.0}
+    rows[3]["reward/timeouts"] = 2.0
+    summary = summarise(rows)
+    assert (summary["no_op_steps"], summary["reward_timeouts"]) == (1, 2)
+    assert summary["kept_token_fraction"] == pytest.approx((0.5 + 0.0 + 0.5 + 0.4) / 4)
+    assert summary["pack_fill"] == pytest.approx(0.98)  # no pack, no fill
+    said = io.StringIO()
+    print_summary("nowhere", summary, Console(4, file=said))
+    assert "1 step kept nothing" in said.getvalue()
+    assert "2 timeouts" in said.getvalue()
+
+
+def test_summary_shows_savings_and_files(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 0)
-    log.write(1, {"a": 1.0})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["a"] == 1.0
+    for row in made_up_rows(4):
+        log.write(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
     log.close()
+    (tmp_path / "progress.png").touch()
+    summary = write_summary(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    said = io.StringIO()
+    print_summary(tmp_path, summary, Console(4, file=said))
+    text = said.getvalue()
+    assert "25.0% before, 75.0% after (+50.0 points)" in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "75% of the prompts were rolled out; of the tokens of all prompts:" in lines
+    # Of 4,800 tokens in the window 4,000 were rolled out; of 3,600 of them with a gradient 1,600 were trained on.
+    assert "33% trained on" in lines
+    assert "17% not rolled out: about 800 tokens, which saved about 1 s" in lines
+    assert "42% rolled out and pruned: 2,000 tokens, which saved about 3 s" in lines
+    assert "8% rolled out, with zero advantage: no run trains on those" in lines
+    assert "saved about 17% of the tokens to roll out and 63% of those to train on" in text
+    assert "weights leave an effective sample size of 80% of what was trained on" in lines
+    assert "the gradient's variance, estimated for independent draws: 1.25 times the full batch's" in lines
+    assert "its noise: 80% sampling, 15% pruned prompts, 5% pruned completions" in lines
+    assert str(tmp_path / "progress.png") in text
+    assert "checkpoints" not in text  # there are none
+
+
+def test_summary_without_pruning_shows_no_saving() -> None:
+    off = {"prune/saved_tokens_prompts": 0.0, "prune/saved_tokens_completions": 0.0}
+    said = io.StringIO()
+    print_summary("nowhere", summarise([row | off for row in made_up_rows(4)]), Console(4, file=said))
+    assert "20% rolled out, with zero advantage" in said.getvalue()
+    assert "saved" not in said.getvalue() and "pruned:" not in said.getvalue()
+
+
+def test_summary_of_a_biased_rule_shows_no_variance() -> None:
+    rows = made_up_rows(4)
+    for row in rows[2:]:
+        for name in ("variance_inflation", "noise_share_prompts", "noise_share_completions"):
+            del row[f"prune/{name}"]
+    rows[1]["prune/discarded_groups"] = 12.0
+    summary = summarise(rows)
+    assert summary["variance_inflation"] is summary["noise_share_prompts"] is None
+    said = io.StringIO()
+    print_summary("nowhere", summary, Console(4, file=said))
+    assert "no variance is estimated" in said.getvalue()
+    assert "sampling" not in said.getvalue()
+    assert "12 groups were rolled out and discarded" in said.getvalue()
+
+
+def test_summary_of_a_bare_run() -> None:
+    summary = summarise([{"step": 1, "train/loss": 2.0, "perf/step_time": 1.0}])
+    assert summary["accuracy_before"] is None
+    assert summary["kept_prompt_fraction"] is None
+    said = io.StringIO()
+    print_summary("nowhere", summary, Console(1, file=said))
+    assert "1 step of 1.00 s" in said.getvalue()

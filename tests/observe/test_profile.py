@@ -6,19 +6,19 @@ import gzip
 import json
 from pathlib import Path
 
-from megatron_dppo.config import Config, LayoutConfig, replace
+from megatron_dppo.config import Config
 from megatron_dppo.train import train
 from tests.ranks import RankPool
-from tests.small_runs import configure, write_run
+from tests.small_runs import small_run, write_run
 
 
 def _train(rank: int, size: int, config: Config) -> None:
     train(config)
 
 
-def test_a_chosen_step_is_traced_and_no_other(ranks: RankPool, tmp_path: Path) -> None:
-    config = configure(write_run(tmp_path), tmp_path / "run", LayoutConfig(tp=2, dp=1), steps=2)
-    ranks.run(2, _train, replace(config, run=replace(config.run, profile=(2,)), eval=replace(config.eval, problems=0)))
+def test_only_chosen_steps_are_traced(ranks: RankPool, tmp_path: Path) -> None:
+    own = ("layout.tp=2", "layout.dp=1", "run.steps=2", "run.profile=[2]", "eval.problems=0")
+    ranks.run(2, _train, small_run(write_run(tmp_path), tmp_path / "run", *own))
     files = sorted((tmp_path / "run" / "profile").iterdir())
     assert [file.name for file in files] == ["step_0000002-rank_0.json.gz", "step_0000002-rank_1.json.gz"]
     for file in files:

