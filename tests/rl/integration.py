@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
-import pytest
 
 from megatron_dppo.config import Config
 from megatron_dppo.rl import plan as planning
@@ -78,8 +78,7 @@ def recorded_draws(rules: Any, name: str, rule: Rule[Any]) -> Iterator[Drawn]:
         drawn.append((inclusion, rule.draw(inclusion, rng)))
         return drawn[-1][1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rules, name, replace(rule, draw=draw))
+    with mock.patch.dict(rules, {name: replace(rule, draw=draw)}):
         yield drawn
 
 
@@ -93,7 +92,6 @@ def all_plans(metadata: StepMetadata, config: Config, **options: Any) -> Iterato
     generators: Any = ((FixedOffset(offset), length) for offset, length in outcomes(inclusion))
     if rule.draw is draw_bernoulli:
         generators = independent_draws(inclusion)
-    with pytest.MonkeyPatch.context() as patch:
-        for rng, probability in generators:
-            patch.setattr(planning, "generator", lambda *_, rng=rng: rng)
+    for rng, probability in generators:
+        with mock.patch.object(planning, "generator", lambda *_, rng=rng: rng):
             yield plan(metadata, config, **options), probability
