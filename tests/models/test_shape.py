@@ -1,4 +1,4 @@
-"""What a config.json says, what is refused, and which layouts a shape allows."""
+"""Shapes read from a config.json, refused models, and layouts that a shape allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from transformers import Qwen3Config
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.shape import PolicyShape, check_layout, padded_vocab, read_shape
+from megatron_dppo.models import shape as shapes
+from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, padded_vocab, read_shape
+from tests.policies import SCALED, write_family
 
 SHAPE = PolicyShape(
     num_layers=6,
@@ -27,13 +29,15 @@ SHAPE = PolicyShape(
     rms_eps=1e-5,
     max_positions=512,
 )
-
+MOE_SHAPE = replace(SHAPE, architecture="Qwen3MoeForCausalLM", ffn=32, experts=6, experts_per_token=2)
 MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 32}
-MOE |= {"num_experts": 6, "num_experts_per_tok": 2}
+MOE |= {"num_experts_per_tok": 2}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "head_dim": ...}
+OLD_ROPE = {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": None}
 
 
-def write_config(path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
-    """A config.json as transformers writes it, with changes."""
+def write_config(path: Path, **changes: Any) -> Path:
+    """Write a config.json of transformers, with changes; ``...`` leaves a setting out."""
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=131,
@@ -48,69 +52,67 @@ def write_config(path: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ).save_pretrained(path)
     config = {**json.loads((path / "config.json").read_text()), **changes}
-    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in drop}))
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
     return path
 
 
-def test_shape_is_read_from_what_transformers_writes(tmp_path: Path) -> None:
-    assert read_shape(write_config(tmp_path)) == SHAPE
-
-
-def test_rotary_base_is_read_from_files_older_than_transformers_5(tmp_path: Path) -> None:
-    path = write_config(tmp_path, drop=("rope_parameters",), rope_theta=5e5, rope_scaling=None)
-    assert read_shape(path) == SHAPE
-
-
-def test_experts_are_read_under_either_name(tmp_path: Path) -> None:
-    expected = replace(SHAPE, architecture="Qwen3MoeForCausalLM", ffn=32, experts=6, experts_per_token=2)
-    fields = {key: value for key, value in MOE.items() if key != "num_experts"}
-    for name in ("num_experts", "num_local_experts"):
-        for renormalises in (True, False):
-            path = write_config(tmp_path, **fields, **{name: 6}, norm_topk_prob=renormalises)
-            assert read_shape(path) == replace(expected, renormalises_experts=renormalises)
-
-
-def test_a_qwen2_has_biases_and_no_head_size_of_its_own(tmp_path: Path) -> None:
-    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    shape = read_shape(write_config(tmp_path, drop=("head_dim",), **qwen2))
-    assert shape == replace(SHAPE, architecture="Qwen2ForCausalLM", head_dim=6)
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "shape"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}, "yarn"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"use_sliding_window": True}, "use_sliding_window = true"),
-        ({"attention_bias": True}, "attention_bias = true"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        (MOE | {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
-        (MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-        (MOE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "a single expert, always of weight one"),
+        ({}, SHAPE),
+        (OLD_ROPE, SHAPE),
+        (MOE | {"num_experts": 6, "norm_topk_prob": True}, replace(MOE_SHAPE, renormalises_experts=True)),
+        (MOE | {"num_local_experts": 6, "norm_topk_prob": False}, replace(MOE_SHAPE, renormalises_experts=False)),
+        (QWEN2, replace(SHAPE, architecture="Qwen2ForCausalLM", head_dim=6)),
     ],
 )
-def test_a_model_that_would_compute_something_else_is_refused(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(UserError, match=words) as caught:
-        read_shape(write_config(tmp_path, **changes))
+def test_shape_is_read_from_config_json(changes: dict[str, Any], shape: PolicyShape, tmp_path: Path) -> None:
+    assert read_shape(write_config(tmp_path, **changes)) == shape
+
+
+LLAMA, MISTRAL, HYBRID = "LlamaForCausalLM", "MistralForCausalLM", "Qwen3_5ForCausalLM"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("", {"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
+    ("", {"model_type": "llama"}, 'Qwen3ForCausalLM is of model_type "llama"'),
+    ("", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}, "yarn"),
+    ("", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+    ("", {"rope_parameters": ..., "rope_theta": 0}, "rope_theta = 0, which is no number above 0"),
+    ("", {"hidden_act": "gelu"}, "gelu"),
+    ("", {"use_sliding_window": True}, "use_sliding_window = true"),
+    ("", {"attention_bias": True}, "attention_bias = true"),
+    ("", {"num_hidden_layers": 10**6}, "num_hidden_layers = 1e+06, which is more than 10,000"),
+    ("", {"head_dim": ...}, "has no 'head_dim'"),
+    ("", MOE | {"num_experts": 6, "mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
+    ("", MOE | {"num_experts": 6, "num_experts_per_tok": 1, "norm_topk_prob": True}, "a single expert"),
+    ("", MOE | {"num_experts": 6, "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    (LLAMA, {"attention_bias": True}, "attention_bias = true"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias = true"),
+    (LLAMA, {"pretraining_tp": 2}, "pretraining_tp = 2"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic"}}, 'rope_type = "dynamic"'),
+    (LLAMA, {"rope_scaling": SCALED | {"type": "llama3", "factor": "8"}}, 'factor = "8"'),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
+    (MISTRAL, {"sliding_window": 32}, "sliding_window = 32"),
+    (MISTRAL, {"sliding_window": ...}, "sliding_window = 4096"),  # transformers' default
+    (HYBRID, {"layer_types": ["full_attention"] * 4}, "layer_types"),
+    (HYBRID, {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+    (HYBRID, {"layer_types": ["full_attention", *["linear_attention"] * 3]}, "layer_types"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "problem"), REFUSED)
+def test_unsupported_model_is_refused(family: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        read_shape(write_family(tmp_path, family, **changes) if family else write_config(tmp_path, **changes))
     assert caught.value.setting == "model.path"
+    assert problem in caught.value.problem
 
 
-def test_a_directory_that_is_none_or_holds_no_readable_config_is_named(tmp_path: Path) -> None:
+def test_folder_without_readable_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere: is not a directory"):
         read_shape(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"has no config\.json"):
         read_shape(tmp_path)
-    with pytest.raises(UserError, match="has no 'head_dim'"):
-        read_shape(write_config(tmp_path, drop=("head_dim",)))
-    for text, words in (
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[]", "no JSON object"),
-        ("3", "no JSON object"),
-    ):
+    for text, words in (("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "no JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=words):
             read_shape(tmp_path)
@@ -121,98 +123,71 @@ COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_va
 ODD = (None, "16", 0, -1, 1.5, True, [], {}, float("nan"))
 
 
-@pytest.mark.parametrize("key", [*COUNTS, "rms_norm_eps"])
-def test_a_size_that_is_none_is_named(tmp_path: Path, key: str) -> None:
-    folder = write_config(tmp_path)
-    good = json.loads((folder / "config.json").read_text())
-    for value in ODD:
-        if key == "rms_norm_eps" and value == 1.5:
-            continue
-        (folder / "config.json").write_text(json.dumps(good | {key: value}))
-        with pytest.raises(UserError, match=rf"its config\.json has {key} = .*which is no"):
-            read_shape(folder)
+def test_values_of_odd_types_are_refused_or_passed_over(tmp_path: Path) -> None:
+    good = json.loads((write_config(tmp_path) / "config.json").read_text())
+    for key in (*COUNTS, "rms_norm_eps"):
+        for value in ODD:
+            if (key, value) != ("rms_norm_eps", 1.5):
+                (tmp_path / "config.json").write_text(json.dumps(good | {key: value}))
+                with pytest.raises(UserError, match=rf"its config\.json has {key} = .*which is no"):
+                    read_shape(tmp_path)
+    for key in ("architectures", "rope_parameters", "model_type", "hidden_act", "mlp_only_layers"):
+        for value in (*ODD, ["a"], [None]):
+            (tmp_path / "config.json").write_text(json.dumps(good | {key: value}))
+            try:
+                read_shape(tmp_path)
+            except UserError as error:
+                assert error.setting == "model.path"
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "problem"),
-    [
-        ("model_type", "llama", 'Qwen3ForCausalLM is of model_type "llama"'),
-        ("num_hidden_layers", 10**6, "num_hidden_layers = 1e+06, which is more than 10,000"),
-        ("vocab_size", 10**12, "vocab_size = 1e+12, which is more than 1,000,000,000"),
-        ("rope_theta", 0, "rope_theta = 0, which is no number above 0"),
-    ],
-)
-def test_what_no_model_can_be_is_refused(tmp_path: Path, field: str, value: object, problem: str) -> None:
-    path = write_config(tmp_path, drop=("rope_parameters",), **{field: value})
-    with pytest.raises(UserError) as caught:
-        read_shape(path)
-    assert problem in caught.value.problem
+UNFIT: list[tuple[PolicyShape, dict[str, Any], str, str]] = [
+    (SHAPE, {"tp": 8}, "tp", "one of 1, 2, 4"),
+    (SHAPE, {"pp": 10**30}, "pp", "one of 1, 2, 3, 6"),
+    (SHAPE, {"pp": 2, "vpp": 2}, "pp", "one of 3, or set layout.vpp to one of 1, 3"),
+    (SHAPE, {"pp": 4, "first_stage_layers": 2}, "pp", "one of 2, 3, 5, or leave layout.first_stage_layers"),
+    (SHAPE, {"pp": 2, "first_stage_layers": 6}, "pp", "Leave layout.first_stage_layers out"),
+    (SHAPE, {"pp": 2, "vpp": 2, "first_stage_layers": 2, "last_stage_layers": 4}, "pp", "layout.vpp to one of 1"),
+    (SHAPE, {"vpp": 2}, "vpp", "set layout.pp to 2 or more"),
+    (SHAPE, {"last_stage_layers": 2}, "last_stage_layers", "set layout.pp to 2 or more"),
+    (SHAPE, {"ep": 2}, "ep", "Leave it out"),
+    (SHAPE, {"etp": 2}, "etp", "Leave it out"),
+    (MOE_SHAPE, {"ep": 4}, "ep", "one of 1, 2, 3, 6"),
+    (MOE_SHAPE, {"etp": 3}, "etp", "layout.etp to one of 1, 2, 4,"),
+    (MOE_SHAPE, {"tp": 2, "etp": 1, "ep": 3, "sequence_parallel": True}, "ep", "layout.etp to one of 2, 4"),
+    (MOE_SHAPE, {"tp": 2}, "sequence_parallel", "Set it to true"),
+]
 
 
-@pytest.mark.parametrize("key", ["architectures", "rope_parameters", "model_type", "hidden_act", "mlp_only_layers"])
-def test_odd_values_elsewhere_are_passed_over_or_named(tmp_path: Path, key: str) -> None:
-    folder = write_config(tmp_path)
-    good = json.loads((folder / "config.json").read_text())
-    for value in (*ODD, ["a"], [None]):
-        (folder / "config.json").write_text(json.dumps(good | {key: value}))
-        try:
-            read_shape(folder)
-        except UserError as error:
-            assert error.setting == "model.path"
-
-
-@pytest.mark.parametrize(
-    ("layout", "setting", "remedy"),
-    [
-        (LayoutConfig(tp=3), "layout.tp", "one of 1, 2, 4"),
-        (LayoutConfig(tp=8), "layout.tp", "one of 1, 2, 4"),
-        (LayoutConfig(pp=4), "layout.pp", "one of 1, 2, 3, 6"),
-        (LayoutConfig(pp=10**30), "layout.pp", "one of 1, 2, 3, 6"),
-        (LayoutConfig(pp=2, vpp=2), "layout.pp", "one of 3, or set layout.vpp to one of 1, 3"),
-        (LayoutConfig(pp=4, first_stage_layers=2), "layout.pp", "one of 2, 3, 5, or leave layout.first_stage_layers"),
-        (LayoutConfig(pp=2, first_stage_layers=6), "layout.pp", "Leave layout.first_stage_layers out"),
-        (LayoutConfig(pp=2, vpp=2, first_stage_layers=2, last_stage_layers=4), "layout.pp", "layout.vpp to one of 1"),
-        (LayoutConfig(vpp=2), "layout.vpp", "set layout.pp to 2 or more"),
-        (LayoutConfig(last_stage_layers=2), "layout.last_stage_layers", "set layout.pp to 2 or more"),
-        (LayoutConfig(ep=2), "layout.ep", "Leave it out"),
-        (LayoutConfig(etp=2), "layout.etp", "Leave it out"),
-    ],
-)
-def test_a_layout_that_does_not_divide_names_those_that_do(layout: LayoutConfig, setting: str, remedy: str) -> None:
+@pytest.mark.parametrize(("shape", "layout", "setting", "remedy"), UNFIT)
+def test_layout_that_does_not_divide_is_refused(
+    shape: PolicyShape, layout: dict[str, Any], setting: str, remedy: str
+) -> None:
     with pytest.raises(UserError, match=remedy) as caught:
-        check_layout(SHAPE, layout)
-    assert caught.value.setting == setting
-
-
-@pytest.mark.parametrize(
-    ("layout", "setting", "remedy"),
-    [
-        (LayoutConfig(ep=4), "layout.ep", "one of 1, 2, 3, 6"),
-        (LayoutConfig(etp=3), "layout.etp", "layout.etp to one of 1, 2, 4,"),
-        (LayoutConfig(tp=2, etp=1, ep=3, sequence_parallel=True), "layout.ep", "layout.etp to one of 2, 4"),
-    ],
-)
-def test_experts_that_a_layout_does_not_divide_are_named(layout: LayoutConfig, setting: str, remedy: str) -> None:
-    with pytest.raises(UserError, match=remedy) as caught:
-        check_layout(replace(SHAPE, architecture="Qwen3MoeForCausalLM", experts=6, experts_per_token=2), layout)
-    assert caught.value.setting == setting
+        check_layout(shape, LayoutConfig(**layout))
+    assert caught.value.setting == f"layout.{setting}"
 
 
 def test_layouts_that_divide_pass() -> None:
-    for layout in (LayoutConfig(), LayoutConfig(tp=4, pp=3), LayoutConfig(cp=5), LayoutConfig(sequence_parallel=True)):
+    for layout in (LayoutConfig(tp=4, pp=3), LayoutConfig(cp=5), LayoutConfig(sequence_parallel=True)):
         check_layout(SHAPE, layout)
+    for layout in (LayoutConfig(tp=2, sequence_parallel=True), LayoutConfig(pp=2, ep=3)):
+        check_layout(MOE_SHAPE, layout)
 
 
-def test_experts_under_tensor_parallelism_need_sequence_parallelism() -> None:
-    shape = replace(SHAPE, architecture="Qwen3MoeForCausalLM", experts=4, experts_per_token=2)
-    with pytest.raises(UserError, match=r"experts with layout\.tp = 2 under sequence parallelism only") as caught:
-        check_layout(shape, LayoutConfig(tp=2))
-    assert caught.value.setting == "layout.sequence_parallel"
-    for layout in (LayoutConfig(tp=2, sequence_parallel=True), LayoutConfig(pp=2)):
-        check_layout(shape, layout)
-
-
-def test_padding_of_the_vocabulary_does_not_depend_on_the_layout() -> None:
+def test_padding_of_the_vocabulary_does_not_depend_on_tp() -> None:
     assert {padded_vocab(151_936, tp) for tp in (1, 2, 4, 8)} == {151_936}
     assert {padded_vocab(131, tp) for tp in (1, 2, 4, 128)} == {256}
     assert padded_vocab(131, 3) == 384
+
+
+@pytest.mark.parametrize(("installed", "refused"), [("0.18.0", True), ("0.19.0", False)])
+def test_delta_networks_need_a_newer_megatron_core(
+    installed: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = read_shape(write_family(tmp_path, HYBRID))
+    monkeypatch.setattr(shapes, "version", lambda package: installed)
+    if refused:
+        with pytest.raises(UserError, match=rf"Megatron-Core {installed} cannot train.*Python 3.12"):
+            check_megatron(shape)
+    else:
+        check_megatron(shape)

@@ -1,0 +1,173 @@
+"""Qwen3.5: types of weights, vision towers beside the policy, two forms of experts, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5MoeConfig, Qwen3_5MoeTextConfig
+
+from megatron_dppo.bridge.export import export_hf
+from megatron_dppo.bridge.hf_directory import plan_files
+from megatron_dppo.bridge.load import load_policy
+from megatron_dppo.bridge.mapping import expected_tensors
+from megatron_dppo.bridge.safetensors_files import CARRIED, check_weights
+from megatron_dppo.compress.cut import check_cut
+from megatron_dppo.config import Config, DataConfig, LayoutConfig, ModelConfig, PackConfig, exclusions, replace
+from megatron_dppo.data.examples import Source, read_examples
+from megatron_dppo.errors import UserError
+from megatron_dppo.models.actor import Policy
+from megatron_dppo.models.families import FAMILIES
+from megatron_dppo.models.layer_specs import choose_sharing
+from megatron_dppo.models.shape import PUBLISHED, check_layout, read_shape
+from megatron_dppo.parallel.world import initialize
+from tests.bridge.conversions import contents, policy_tensors, same, to_hf, to_megatron, weights
+from tests.policies import trains, write_family
+from tests.ranks import RankPool
+
+TEXT, WHOLE = "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"
+MIXTURE, WHOLE_MIXTURE = "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"
+EXACT = ("A_log", "linear_attn.norm.weight")
+
+
+def write_mixed(path: Path, architecture: str) -> Path:
+    """Write a policy in bf16 but for decays and the norms behind the delta rule, as published checkpoints are."""
+    write_family(path, architecture)
+    tensors = load_file(path / "model.safetensors")
+    mixed = {name: tensor if name.endswith(EXACT) else tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(mixed, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("architecture", [MIXTURE, WHOLE])
+def test_mixed_types_convert_back_bit_for_bit(architecture: str, tmp_path: Path) -> None:
+    policy = write_mixed(tmp_path / "policy", architecture)
+    assert to_megatron(policy, tmp_path / "megatron", "--verify", "tensors") == 0
+    assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify", "tensors") == 0
+    assert same(weights(tmp_path / "back"), weights(policy))
+
+
+def exported(rank: int, size: int, policy: Path, out: Path, layout: LayoutConfig) -> None:
+    """Load as a run in bf16, after Megatron has cast the model, and export."""
+    world = initialize(layout, seed=1, timeout_s=60)
+    model = ModelConfig(path=str(policy), dtype="bf16", spec="torch")
+    made = Policy(read_shape(policy), model, layout, world, temperature=1.0)
+    load_policy(made.chunks, policy, world)
+    export_hf(made.chunks, world, source=policy, out=out, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("architecture", [TEXT, WHOLE_MIXTURE])
+def test_run_in_bf16_exports_the_bits_of_its_policy(architecture: str, ranks: RankPool, tmp_path: Path) -> None:
+    policy = write_mixed(tmp_path / "policy", architecture)
+    if not trains(policy):
+        pytest.skip("this Megatron-Core cannot train it")
+    layouts = LayoutConfig(tp=2, sequence_parallel=True), LayoutConfig(pp=2, first_stage_layers=1)
+    ranks.in_turn(2, *((exported, policy, tmp_path / f"{layout.tp}", layout) for layout in layouts))
+    for layout in layouts:
+        assert same(weights(tmp_path / f"{layout.tp}"), weights(policy)), layout
+    assert (tmp_path / "1" / CARRIED).exists() is (architecture != TEXT)
+
+
+def test_vision_tower_stays_beside_the_policy(tmp_path: Path) -> None:
+    policy = write_family(tmp_path / "policy", WHOLE)
+    assert to_megatron(policy, tmp_path / "megatron") == 0
+    assert to_hf(tmp_path / "megatron", tmp_path / "back") == 0
+    of_tower = [name for name in weights(policy) if name.startswith(("model.visual.", "mtp."))]
+    assert len(of_tower) > 10
+    index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == weights(policy).keys()
+    assert [name for name, file in index.items() if file == CARRIED] == of_tower
+    settings = [(folder / "preprocessor_config.json").read_bytes() for folder in (tmp_path / "back", policy)]
+    assert settings[0] == settings[1]
+    (tmp_path / "megatron/hf" / CARRIED).unlink()
+    assert to_hf(tmp_path / "megatron", tmp_path / "lost") == 2
+
+
+def test_both_forms_of_experts_are_one_policy(tmp_path: Path) -> None:
+    """Published FP8 directories have a tensor for each expert."""
+    policy, apart = write_family(tmp_path / "policy", MIXTURE), tmp_path / "apart"
+    apart.mkdir()
+    (apart / "config.json").write_bytes((policy / "config.json").read_bytes())
+    found = policy_tensors(policy)
+    save_file(found, apart / "model.safetensors", metadata={"format": "pt"})
+    experts = load_file(policy / "model.safetensors")["model.layers.2.mlp.experts.gate_up_proj"]
+    for projection, half in zip(("gate_proj", "up_proj"), experts[3].chunk(2), strict=True):
+        assert torch.equal(found[f"model.layers.2.mlp.experts.3.{projection}.weight"], half)
+    assert same(policy_tensors(apart), found)
+    for source in (policy, apart):
+        assert to_megatron(source, tmp_path / f"megatron-{source.name}", "--verify", "tensors") == 0
+    of_each = [contents(tmp_path / f"megatron-{name}/release") for name in ("policy", "apart")]
+    assert of_each[0] == of_each[1]
+    assert to_hf(tmp_path / "megatron-apart", tmp_path / "back") == 0
+    assert same(weights(tmp_path / "back"), weights(policy))
+
+
+def test_experts_of_a_layer_are_in_one_file(tmp_path: Path) -> None:
+    """A file may exceed the limit: experts of a layer are one tensor."""
+    shape = read_shape(write_family(tmp_path, MIXTURE))
+    plan = plan_files(shape, torch.bfloat16, max_shard_bytes=20_000)
+    homes = {name: file for file, names in plan.files.items() for name in names}
+    assert len(plan.files) > 10
+    for projection in ("gate_proj", "down_proj"):
+        assert len({homes[f"model.layers.1.mlp.experts.{expert}.{projection}.weight"] for expert in range(4)}) == 1
+    assert homes.keys() == expected_tensors(shape).keys()
+
+
+def test_published_sizes_are_transformers_defaults() -> None:
+    theirs, ours = Qwen3_5MoeTextConfig(), PUBLISHED["qwen3.5-35b-a3b"]
+    unlike = {"attention_interval", "rotary_fraction", "rope_theta", "max_positions", "ffn"}
+    names = {field: name for field, name in FAMILIES[ours.architecture].keys.items() if field not in unlike}
+    names |= {
+        "num_layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "ffn": "moe_intermediate_size",
+        "vocab_size": "vocab_size",
+        "layer_types": "layer_types",
+    }
+    for field, name in names.items():
+        assert getattr(ours, field) == getattr(theirs, name), field
+    assert ours.tied is Qwen3_5MoeConfig().tie_word_embeddings
+
+
+def test_experts_of_another_size_are_refused(tmp_path: Path) -> None:
+    policy = write_family(tmp_path, MIXTURE)
+    tensors = load_file(policy / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[name] = tensors[name][:, :, :40].contiguous()
+    save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"{name} has shape \[4, 48, 40\].*makes it \[4, 48, 80\]"):
+        check_weights(policy, read_shape(policy))
+
+
+def test_layouts_that_cut_a_head_or_shared_expert_are_refused(tmp_path: Path) -> None:
+    shape = read_shape(write_family(tmp_path / "text", TEXT))
+    check_layout(shape, LayoutConfig(tp=2, cp=2))
+    with pytest.raises(UserError, match=r"layout.cp = 4.*does not divide the 4 key heads.*one of 1, 2, 4"):
+        check_layout(shape, LayoutConfig(tp=2, cp=4))
+    shape = read_shape(write_family(tmp_path / "mixture", MIXTURE, shared_expert_intermediate_size=25))
+    check_layout(shape, LayoutConfig())
+    with pytest.raises(UserError, match=r"layout.tp = 2.*does not divide the 25 units of the shared expert"):
+        check_layout(shape, LayoutConfig(tp=2, sequence_parallel=True))
+
+
+def test_unsupported_uses_of_delta_networks_are_refused(tmp_path: Path) -> None:
+    """Prefixes are not shared, prompts have no image, and no part is cut out."""
+    shape = read_shape(write_family(tmp_path / "policy", TEXT))
+    assert choose_sharing(Config(), shape).pack.share_prefixes == "off"
+    shared = replace(Config(), pack=PackConfig(share_prefixes="on"))
+    with pytest.raises(UserError, match=r"pack.share_prefixes = on.*gated delta networks of Qwen3_5ForCausalLM"):
+        for check in exclusions.checks(shared, "train", shape):
+            check()
+    with pytest.raises(UserError, match="Qwen3_5ForCausalLM, which has gated delta networks"):
+        check_cut(shape, "depth", 0.5)
+    parts = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is this?"}]
+    file = tmp_path / "problems.jsonl"
+    file.write_text(json.dumps({"prompt": [{"role": "user", "content": parts}], "label": "a cat"}) + "\n")
+    with pytest.raises(UserError, match=r"an image or a video.*vision towers are not trained"):
+        read_examples(Source(str(file), "data.train"), DataConfig(), "train")
