@@ -172,7 +172,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", RUNS)
+FIRST, *REST = RUNS
+
+
+@pytest.mark.parametrize("name", [pytest.param(FIRST, marks=pytest.mark.quick), *REST])
 def test_configuration_runs_and_resumes_bit_for_bit(name: str, folder: Path, ranks: RankPool, tmp_path: Path) -> None:
     run = RUNS[name]
     settings = [word.replace("FOLDER", str(folder)) for word in run.settings]

@@ -96,9 +96,9 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 MIXTURE = "ep2 tp2 sp etp1"
-SAME: tuple[tuple[str, str, dict[str, Any]], ...] = (
+SAME = (
     ("tied", "dp2", {"fmt": "dp_reshardable", "dtype": "bf16", "offload": True}),
-    ("untied", "tp2", {"distributed": False}),
+    pytest.param("untied", "tp2", {"distributed": False}, marks=pytest.mark.quick),
     ("experts", "ep2 pp2 vpp2", {"fmt": "dp_reshardable"}),
     ("mixture", MIXTURE, {"dtype": "bf16"}),
 )
