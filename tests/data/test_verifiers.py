@@ -26,7 +26,7 @@ from megatron_dppo.rollout.conversation import Client, ConversationFunction
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
 from megatron_dppo.rollout.scoring import GroupScoring
 from tests.policies import write_policy
-from tests.rollout.test_local import make_policy, one_thread, sampling_of, weights_of  # noqa: F401
+from tests.rollout.local import make_policy, sampling_of, weights_of
 
 pytest.importorskip("verifiers")
 

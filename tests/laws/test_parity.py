@@ -28,7 +28,7 @@ from tests.bridge.conversions import policy_tensors, same, to_hf, to_megatron, w
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import trains, write_family, write_policy
 from tests.ranks import RankPool
-from tests.rollout.test_local import assert_logprobs_of_a_plain_forward, make_prompts, sampling_of, source_of, tokens_of
+from tests.rollout.local import assert_logprobs_of_a_plain_forward, make_prompts, sampling_of, source_of, tokens_of
 from tests.small_runs import live, rows, small_run, write_run
 from tests.steps import size_of
 

@@ -20,7 +20,7 @@ from megatron_dppo.rollout.servers.client import (
 )
 from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import Http
-from tests.rollout.leaves import forks_of
+from tests.rollout.local import forks_of
 from tests.servers.real import Kind, RealServer, RealServers
 
 pytestmark = pytest.mark.servers

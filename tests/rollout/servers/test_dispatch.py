@@ -19,7 +19,7 @@ from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
 from megatron_dppo.rollout.servers.dispatch import PAUSE_S, Dispatcher, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http
-from tests.rollout.leaves import forks_of
+from tests.rollout.local import forks_of
 from tests.rollout.servers.script import (
     SAMPLES,
     SAMPLING,
