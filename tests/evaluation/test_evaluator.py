@@ -1,10 +1,11 @@
-"""Every answer is judged by its problem's own verifier, and the most frequent answer wins, with shared ties."""
+"""Accuracy is that of scored answers, every problem has its own verifier, and the most frequent answer wins."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -13,109 +14,274 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dppo.config import Config, EvalConfig, RewardConfig, RolloutConfig
-from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, load_tokenizer
-from megatron_dppo.evaluation.evaluator import EvalAnswers, EvalProblem, Evaluator, Pair, vote, votes
-from megatron_dppo.init import character_tokenizer, write_tokenizer
+from megatron_dppo.config import Config
+from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
+from megatron_dppo.errors import UserError
+from megatron_dppo.evaluation.evaluator import (
+    EvalAnswers,
+    EvalProblem,
+    Evaluator,
+    HeldOutScores,
+    Pair,
+    ShownAnswer,
+    evaluate,
+    vote,
+    votes,
+)
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
+from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts
-from tests.rollout.scripted import Said, ScriptedEngine, as_ranks
+from megatron_dppo.trainer.run_logger import read_answers, record_answers
+from tests.rollout.scripted import (
+    FAILING,
+    LIMIT_S,
+    LIMIT_TOKENS,
+    Said,
+    ScriptedEngine,
+    ScriptedWorkers,
+    as_ranks,
+    collect_config,
+    pool_of,
+    world_of,
+)
 
-MATHEMATICS = RewardConfig()
+Answers = Sequence[str | Sequence[Said]]
+"""Of each prompt in its order. Texts tell the reward function what to do."""
+
+
+def build_evaluator(
+    tokenizer: Tokenizer, answers: Answers, world: World, config: Config, verifiers: Mapping[str, object]
+) -> tuple[Evaluator, ScriptedEngine]:
+    script = {i: [Said(said)] if isinstance(said, str) else said for i, said in enumerate(answers)}
+    engine = ScriptedEngine(tokenizer, script)
+    parts = PolicyParts(config, world, None, None, tokenizer, 0, (end_token_id(tokenizer),))
+    return Evaluator(config, world, parts.collectors(engine, verifiers)), engine
+
+
+def evaluate_answers(
+    tokenizer: Tokenizer,
+    answers: Answers,
+    *overrides: str,
+    max_failures: float = 1.0,
+    ranks: int = 1,
+    files: Mapping[str, Sequence[Prompt]] | None = None,
+    workers: object = None,
+) -> list[tuple[HeldOutScores, ScriptedEngine]]:
+    """Return the scores and the engine of every rank."""
+    config = collect_config(*overrides, max_failures=max_failures)
+    named = files or {"": pool_of(len(answers))}
+    problems = [EvalProblem(name, i, prompt, FAILING) for name, of in named.items() for i, prompt in enumerate(of)]
+
+    def evaluate_on_a_rank(world: World) -> tuple[HeldOutScores, ScriptedEngine]:
+        evaluator, engine = build_evaluator(tokenizer, answers, world, config, {FAILING: workers or ScriptedWorkers()})
+        return evaluate(evaluator, problems, config.eval), engine
+
+    return as_ranks(ranks, evaluate_on_a_rank)
+
+
+def score_answers(tokenizer: Tokenizer, answers: Answers, *overrides: str, **more: object) -> HeldOutScores:
+    return evaluate_answers(tokenizer, answers, *overrides, **more)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "metrics"),
+    [
+        (
+            ["score 1", "raise it", "score 0", "score 2", "raise it  ", "score 1e-1"],
+            {"accuracy": 2 / 4, "reward": 3.1 / 4, "unscored": 2.0, "response_len/mean": (8 + 9 + 8 + 8 + 11 + 11) / 6},
+        ),
+        (["raise it"] * 3, {"unscored": 3.0, "response_len/mean": 9.0}),
+        (["score 0"] * 3, {"accuracy": 0.0, "reward": 0.0, "unscored": 0.0, "response_len/mean": 8.0}),
+    ],
+)
+def test_accuracy_and_reward_are_means_of_scored_answers(
+    tokenizer: Tokenizer, answers: Answers, metrics: dict[str, float]
+) -> None:
+    expected = {f"eval/{name}": pytest.approx(value) for name, value in metrics.items()}
+    assert score_answers(tokenizer, answers).metrics == expected
+
+
+def test_several_data_sources_have_their_own_accuracies(tokenizer: Tokenizer) -> None:
+    def score_sources(*sources: str) -> dict[str, float]:
+        answers = ["score 1", "raise it", "score 0", "score 2", "score 0", "raise it too"]
+        pool = [dataclasses.replace(p, data_source=of) for p, of in zip(pool_of(len(answers)), sources, strict=True)]
+        metrics = score_answers(tokenizer, answers, files={"a": pool[:3], "b": pool[3:]}).metrics
+        return {name: value for name, value in metrics.items() if name.startswith("eval/source/")}
+
+    assert score_sources("x", "x", "y/z", "x", "x", "w") == {"eval/source/x": 2 / 3, "eval/source/y/z": 0.0}
+    assert score_sources(*["x"] * 6) == {} == score_sources(*["x", "", "x", "", "x", "x"])
+
+
+def test_each_traceback_is_one_note(tokenizer: Tokenizer) -> None:
+    with closing(RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)) as workers:
+        result = score_answers(tokenizer, ["raise it", "score 1", "raise it", "none"], workers=workers)
+    assert len(result.notes) == 2
+    assert "Traceback" in result.notes[0] and "ValueError: it" in result.notes[0]
+    assert result.metrics["eval/accuracy"] == 1.0
+
+
+def test_too_many_failures_of_all_ranks_stop_an_evaluation(tokenizer: Tokenizer) -> None:
+    """A quarter of eight may fail; both failures are among the four answers of rank 0."""
+    answers = ["raise first" if i in (0, 2) else "score 1" for i in range(8)]
+    for result, _ in evaluate_answers(tokenizer, answers, max_failures=0.25, ranks=2):
+        assert result.metrics["eval/unscored"] == 2.0
+    with pytest.raises(UserError, match="2 of 8 completions") as caught:
+        score_answers(tokenizer, answers, max_failures=0.2)
+    assert caught.value.setting == "reward.function"
+    assert "raise first" in caught.value.problem
+
+
+def test_failures_are_limited_in_a_whole_evaluation_not_a_batch(tokenizer: Tokenizer) -> None:
+    answers = ["raise one", "score 1", "score 1", "score 0", "score 1", "raise two"]
+    config = collect_config(max_failures=0.2)
+    evaluator, _ = build_evaluator(tokenizer, answers, world_of(1, 0), config, {FAILING: ScriptedWorkers()})
+    problems = [EvalProblem("", i, prompt, FAILING) for i, prompt in enumerate(pool_of(6))]
+    first, second, third = (evaluator.answer(problems[i : i + 2], keep=0, of_all=6).failures for i in (0, 2, 4))
+    evaluator.check_failures([first, second], 6)
+    with pytest.raises(UserError, match="2 of 6 completions"):
+        evaluator.check_failures([first, second, third], 6)
+
+
+def test_an_evaluation_has_its_own_limits_and_sampling(tokenizer: Tokenizer) -> None:
+    words = ["eval.samples=2", "eval.temperature=0.6", "eval.top_p=0.9", "eval.top_k=20"]
+    limit = LIMIT_TOKENS + 7
+    answers = [[Said("score 1"), Said("score 0")]]
+    ((_, engine),) = evaluate_answers(tokenizer, answers, *words, f"eval.max_response_tokens={limit}")
+    ((_, sampling),) = engine.asked
+    asked = sampling.samples, sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens
+    assert asked == (2, 0.6, 0.9, 20, limit)
+
+
+def test_ranks_share_the_prompts_and_agree(tokenizer: Tokenizer) -> None:
+    answers = ["score 1", "score 0", "raise odd", "raise even", "score 1"]
+    alone = score_answers(tokenizer, answers, "eval.show=3")
+    (one, here), (other, there) = evaluate_answers(tokenizer, answers, "eval.show=3", ranks=2)
+    asked = [[prompt for prompts, _ in engine.asked for prompt in prompts] for engine in (here, there)]
+    assert all(asked) and sorted(asked[0] + asked[1]) == [0, 1, 2, 3, 4]
+    assert one == other
+    assert one.metrics == pytest.approx(alone.metrics)
+    assert one.metrics["eval/accuracy"] == pytest.approx(2 / 3)
+    shown = [("score 1", True), ("score 0", False), ("raise odd", False)]
+    assert one.shown == tuple(ShownAnswer(f"prompt {i}", text, "1", right) for i, (text, right) in enumerate(shown))
+    assert set(one.notes) == set(alone.notes) == {"raise odd", "raise even"}
+
+
+def test_files_have_own_accuracies_and_equal_weight_in_the_mean(tokenizer: Tokenizer) -> None:
+    """Of the file ``lost`` nothing can be scored."""
+    answers = ["score 1", "score 0", "score 1", "raise it", "score 1"]
+    prompts = pool_of(5)
+    files = {"aime24": prompts[:3], "lost": prompts[3:4], "amc23": prompts[4:]}
+    for result, _ in evaluate_answers(tokenizer, answers, ranks=2, files=files):
+        assert result.metrics == {
+            "eval/aime24": pytest.approx(2 / 3),
+            "eval/aime24/truncated_ratio": 0.0,
+            "eval/lost/truncated_ratio": 0.0,
+            "eval/amc23": 1.0,
+            "eval/amc23/truncated_ratio": 0.0,
+            "eval/accuracy": pytest.approx((2 / 3 + 1) / 2),
+            "eval/reward": pytest.approx(3 / 4),
+            "eval/unscored": 1.0,
+            "eval/response_len/mean": pytest.approx((4 * 8 + 9) / 5),
+        }
+
+
+def test_several_answers_give_pass_at_k_and_a_vote(tokenizer: Tokenizer) -> None:
+    right, wrong, other, lost = Said("score 1"), Said("score 0"), Said("score 5e-1", ended=False), Said("raise it")
+    answers = [[right, right, wrong, wrong], [wrong, wrong, wrong, right], [right, wrong, other, lost]]
+    ((result, engine),) = evaluate_answers(tokenizer, answers, "eval.samples=4")
+    ((_, sampling),) = engine.asked
+    assert (sampling.samples, sampling.temperature) == (4, 0.7), "the rollouts' temperature is the default"
+    assert result.metrics == {
+        "eval/accuracy": pytest.approx((1 / 2 + 1 / 4 + 1 / 3) / 3),
+        "eval/accuracy-pass@2": pytest.approx((5 / 6 + 1 / 2 + 2 / 3) / 3),
+        "eval/accuracy-pass@4": 1.0,
+        "eval/accuracy-maj@4": pytest.approx((1 / 2 + 0 + 1 / 3) / 3),
+        "eval/reward": pytest.approx(4.5 / 11),
+        "eval/unscored": 1.0,
+        "eval/response_len/mean": pytest.approx((10 * 8 + 10 + 9) / 12),
+    }
+
+
+def test_recorded_answers_replace_those_of_later_steps(tmp_path: Path) -> None:
+    def record(step: int, text: str) -> None:
+        record_answers(tmp_path, step, HeldOutScores({}, (ShownAnswer("1+1=", text, "2", text == "2"),), ()))
+
+    assert read_answers(tmp_path) == []
+    for step in (0, 10, 20, 30):
+        record(step, f"at {step}")
+    record(20, "2")
+    rows = read_answers(tmp_path)
+    assert [(row["step"], row["answers"][0]["answer"]) for row in rows] == [(0, "at 0"), (10, "at 10"), (20, "2")]
+    assert rows[-1]["answers"] == [{"prompt": "1+1=", "answer": "2", "label": "2", "correct": True}]
+    assert [file.name for file in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
 HALF, QUARTERS = "so #1/2", ("#3/4", "#6/8", "#9/12")
-SCRIPT = {
-    0: [HALF, "#2/4", QUARTERS[0], QUARTERS[1]],  # two right, and two wrong that are one
-    1: [HALF, *QUARTERS],  # outvoted, though no two texts are the same
-    2: [HALF, "#7", "#8", "none"],
-    3: ["x #1/2 y #7", "x #8 y #7", "x #7", "#1/2"],
-}
+SCRIPT = [
+    [HALF, "#2/4", QUARTERS[0], QUARTERS[1]],  # two right answers, and two equal wrong ones
+    [HALF, *QUARTERS],  # outvoted by three different texts
+    [HALF, "#7", "#8", "none"],
+    ["x #1/2 y #7", "x #8 y #7", "x #7", "#1/2"],
+]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
-    return load_tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[dict[str, RewardWorkers]]:
+def verifiers() -> Iterator[dict[str, RewardWorkers]]:
     found = {verifier: RewardWorkers(verifier, workers=1, timeout_s=20.0) for verifier in ("math", "exact")}
     yield found
     for each in found.values():
         each.close()
 
 
-def problem(place: int, verifier: str) -> EvalProblem:
-    return EvalProblem("here", place, Prompt(place, np.arange(3, dtype=np.int32), f"prompt {place}", "1/2"), verifier)
-
-
-def answered(
-    tokenizer: Tokenizer,
-    workers: dict[str, RewardWorkers],
-    verifiers: list[str],
-    keep: int,
-    reward: RewardConfig = MATHEMATICS,
+def judge_script(
+    tokenizer: Tokenizer, workers: Mapping[str, object], verifiers: list[str], *overrides: str
 ) -> EvalAnswers:
-    config = Config(eval=EvalConfig(samples=4), rollout=RolloutConfig(max_response_tokens=16), reward=reward)
-
-    def on_a_rank(world: World) -> EvalAnswers:
-        engine = ScriptedEngine(tokenizer, {i: [Said(text) for text in texts] for i, texts in SCRIPT.items()})
-        parts = PolicyParts(config, world, None, None, tokenizer, 0, (end_token_id(tokenizer),))
-        problems = [problem(i, verifier) for i, verifier in enumerate(verifiers)]
-        return Evaluator(config, world, parts.collectors(engine, workers)).answer(
-            problems, keep=keep, of_all=4 * len(problems)
-        )
-
-    (found,) = as_ranks(1, on_a_rank)
-    return found
+    """Judge the four answers to each prompt of the script by the prompt's verifier."""
+    config = load_config(None, ["eval.samples=4", "rollout.max_response_tokens=16", *overrides])
+    answers = [[Said(text) for text in texts] for texts in SCRIPT]
+    evaluator, _ = build_evaluator(tokenizer, answers, world_of(1, 0), config, workers)
+    prompts = [Prompt(i, np.arange(3, dtype=np.int32), f"prompt {i}", "1/2") for i in range(len(verifiers))]
+    problems = [EvalProblem("here", i, prompts[i], verifier) for i, verifier in enumerate(verifiers)]
+    return evaluator.answer(problems, keep=2, of_all=4 * len(problems))
 
 
-def test_answers_come_with_what_they_state_and_why_they_are_right(
-    tokenizer: Tokenizer, workers: dict[str, RewardWorkers]
-) -> None:
-    found = answered(tokenizer, workers, ["math"] * 3, keep=2)
+def read_rights(found: EvalAnswers, place: int) -> list[bool]:
+    return [bool(answer.score and answer.score.correct) for answer in found.answers[place]]
+
+
+def test_answers_come_with_statements_and_verdicts(tokenizer: Tokenizer, verifiers: dict[str, RewardWorkers]) -> None:
+    found = judge_script(tokenizer, verifiers, ["math"] * 3)
     first = found.answers[0]
     assert [answer.extracted for answer in first] == ["1/2", "2/4", "3/4", "6/8"]
-    assert [answer.score.correct for answer in first if answer.score] == [True, True, False, False]
+    assert read_rights(found, 0) == [True, True, False, False]
     assert [answer.score.by for answer in first if answer.score] == [(), ("number",), (), ()]
     assert [answer.text for answer in found.answers[1]] == [HALF, *QUARTERS]
-    assert [answer.text for answer in found.answers[2]] == [None] * 4, "nobody wanted these"
+    assert [answer.text for answer in found.answers[2]] == [None] * 4, "two were to be kept"
     assert [answer.tokens for answer in first] == [8, 5, 5, 5]
-
-
-def test_equal_wrong_answers_vote_together_where_the_verifier_can_tell(
-    tokenizer: Tokenizer, workers: dict[str, RewardWorkers]
-) -> None:
-    by_mathematics = answered(tokenizer, workers, ["math"] * 3, keep=0)
-    np.testing.assert_allclose(by_mathematics.votes, [1 / 2, 0.0, 1 / 3])
-    by_text = answered(tokenizer, workers, ["exact"] * 3, keep=0)
+    np.testing.assert_allclose(found.votes, [1 / 2, 0.0, 1 / 3])
+    by_text = judge_script(tokenizer, verifiers, ["exact"] * 3)
     np.testing.assert_allclose(by_text.votes, [1 / 4, 1 / 4, 1 / 3])
 
 
 @pytest.mark.parametrize("verifier", ["math", "exact"])
 def test_an_answer_is_read_after_its_thoughts(tokenizer: Tokenizer, verifier: str) -> None:
-    reward = RewardConfig(function=verifier, timeout_s=20.0, thinking_tags=("x", "y"))
-    with closing(RewardWorkers.of(reward)) as pool:
-        last = answered(tokenizer, {verifier: pool}, [verifier] * 4, keep=0, reward=reward).answers[3]
-    assert [(answer.extracted, bool(answer.score and answer.score.correct)) for answer in last] == [
-        ("7", False), ("7", False), ("", False), ("1/2", True)
-    ]  # fmt: skip
+    words = [f"reward.function={verifier}", "reward.timeout_s=20", "reward.thinking_tags=[x,y]"]
+    with closing(RewardWorkers.of(load_config(None, words).reward)) as pool:
+        found = judge_script(tokenizer, {verifier: pool}, [verifier] * 4, *words)
+    assert [answer.extracted for answer in found.answers[3]] == ["7", "7", "", "1/2"]
+    assert read_rights(found, 3) == [False, False, False, True]
 
 
-def test_each_problem_has_its_own_verifier_and_all_stay_in_their_order(
-    tokenizer: Tokenizer, workers: dict[str, RewardWorkers]
-) -> None:
-    found = answered(tokenizer, workers, ["exact", "math", "exact"], keep=3)
-    rights = [[bool(answer.score and answer.score.correct) for answer in group] for group in found.answers]
-    assert rights == [[True, False, False, False]] + [[True, False, False, False]] * 2
-    assert [group[1].text for group in found.answers] == ["#2/4", QUARTERS[0], "#7"]
+def test_each_problem_is_judged_by_its_own_verifier(tokenizer: Tokenizer, verifiers: dict[str, RewardWorkers]) -> None:
+    found = judge_script(tokenizer, verifiers, ["exact", "math", "exact"])
+    assert [read_rights(found, place) for place in range(3)] == [[True, False, False, False]] * 3
+    assert [group[1].text for group in found.answers[:2]] == ["#2/4", QUARTERS[0]]
 
 
 @given(st.integers(0, 5), st.lists(st.sampled_from("abc"), max_size=8))
-def test_a_vote_is_what_drawing_among_the_most_frequent_gives_on_average(right: int, wrong: list[str]) -> None:
+def test_a_vote_is_the_mean_of_draws_among_the_leaders(right: int, wrong: list[str]) -> None:
     counts = Counter({"RIGHT": right, **Counter(wrong)})
     most = max(counts.values())
     leaders = [answer for answer, count in counts.items() if count == most]
@@ -123,31 +289,27 @@ def test_a_vote_is_what_drawing_among_the_most_frequent_gives_on_average(right: 
     assert vote(right, wrong) == pytest.approx(expected)
 
 
-def test_who_states_nothing_has_no_vote() -> None:
-    assert vote(1, ["", "", ""]) == 1.0
-    assert vote(0, ["", ""]) == 0.0
-
-
-def test_wrong_answers_that_the_verifier_takes_for_one_another_vote_together() -> None:
+def test_empty_answers_have_no_vote_and_equal_answers_vote_together() -> None:
+    assert (vote(1, ["", "", ""]), vote(0, ["", ""])) == (1.0, 0.0)
     assert vote(2, ["1/2", "0.5", "3"]) == 1.0
     assert vote(2, ["1/2", "0.5", "3"], {("1/2", "0.5")}) == 0.5
     assert vote(2, ["1/2", "0.5", "0.5"], {("1/2", "0.5")}) == 0.0
 
 
-def numbers(pairs: Sequence[Pair]) -> list[bool]:
+def compare_numbers(pairs: Sequence[Pair]) -> list[bool]:
     return [float(one) == float(other) for one, other in pairs]
 
 
-def test_the_verifier_is_asked_once_and_only_where_its_word_matters() -> None:
+def test_the_verifier_is_asked_once_where_pairs_matter() -> None:
     asked: list[Sequence[Pair]] = []
 
     def same(pairs: Sequence[Pair]) -> list[bool]:
         asked.append(pairs)
-        return numbers(pairs)
+        return compare_numbers(pairs)
 
     problems = [
         (0, ["1", "1.0", "2"]),  # none is right
-        (5, ["1", "1.0", "2"]),  # all the others together are fewer
+        (5, ["1", "1.0", "2"]),  # all wrong answers together are fewer
         (1, ["1", "1", "2"]),  # outvoted already
         (2, ["1", "1.0", "2"]),
         (2, ["2", "1", "1.0", "1.00"]),
@@ -157,10 +319,10 @@ def test_the_verifier_is_asked_once_and_only_where_its_word_matters() -> None:
     assert len(pairs) == 3 + 6
 
 
-def test_what_is_not_asked_changes_no_vote() -> None:
+def test_skipped_pairs_change_no_vote() -> None:
     draw = random.Random(3)
     for _ in range(300):
         right = draw.randint(0, 4)
         wrong = [draw.choice(["1", "1.0", "1.00", "2", "2.0", ""]) for _ in range(draw.randint(0, 7))]
         by_value = [str(float(text)) if text else "" for text in wrong]
-        assert votes([(right, wrong)], numbers) == [vote(right, by_value)]
+        assert votes([(right, wrong)], compare_numbers) == [vote(right, by_value)]
