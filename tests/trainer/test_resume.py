@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, TRACKER, Checksums, iteration_name
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, iteration_name
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config, settings
@@ -28,32 +28,20 @@ from megatron_dppo.trainer.resume import (
     rule_of,
     same_prompts,
 )
-from megatron_dppo.trainer.writer import Writer, write_state
 from tests.ranks import RankPool
 from tests.small_runs import live, rows, small_run, write_run
+from tests.trainer.test_preflight import write_marks
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
     return load_config(None, [f"run.dir={folder}", "loss.name=grpo", "model.path=policy", *overrides])
 
 
-def write_checkpoint(folder: Path, step: int) -> Path:
-    """Write the marks of a checkpoint without weights."""
-    place = folder / "checkpoints" / iteration_name(step)
-    place.mkdir(parents=True)
-    (place / "common.pt").touch()
-    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    write_state(place, {}, Writer.of(config_of(folder)))
-    Checksums(place, {}).write()
-    (place.parent / TRACKER).write_text(f"{step}\n")
-    return place
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """The folder of a run with a checkpoint after step 3."""
     record(tmp_path, 0, config_of(tmp_path))
-    write_checkpoint(tmp_path, 3)
+    write_marks(config_of(tmp_path), 3)
     return tmp_path
 
 
@@ -95,7 +83,7 @@ def test_function_from_python_may_be_renamed(tmp_path: Path) -> None:
     names = [f"reward.function={tmp_path}/reward.py:{name}" for name in ("short", "brief")]
     (tmp_path / "reward.py").write_text("")
     record(tmp_path, 0, config_of(tmp_path, names[0]))
-    write_checkpoint(tmp_path, 3)
+    write_marks(config_of(tmp_path), 3)
     with pytest.raises(UserError, match=r"\nreward\.function = "):
         check_resume(config_of(tmp_path, names[1]))
     (tmp_path / "reward.pkl").write_text("")
@@ -191,7 +179,7 @@ def test_settings_with_keys_are_private(override: str, umask: int, mode: int, tm
 def test_run_of_an_earlier_version_has_settings_in_the_folder(tmp_path: Path) -> None:
     left = as_yaml(config_of(tmp_path)).replace("  seed: 1\n", "").replace("loss:", "loss:\n  gone: 4")
     (tmp_path / IN_FORCE).write_text(left)
-    write_checkpoint(tmp_path, 3)
+    write_marks(config_of(tmp_path), 3)
     check_resume(config_of(tmp_path))  # an unknown setting had its default
     with pytest.raises(UserError, match=r"loss\.name = gspo \(was grpo\)"):
         check_resume(config_of(tmp_path, "loss.name=gspo"))
