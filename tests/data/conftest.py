@@ -1,4 +1,4 @@
-"""A small tokenizer with a chat template, made once."""
+"""Tokenizers of a small policy, and files of rows that are loaded with them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from megatron_dppo.config import DataConfig
+from megatron_dppo.data.prompts import PromptPool, load_prompts
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_dppo.errors import UserError
 from megatron_dppo.init import write_model
 
-Write = Callable[[Sequence[Mapping[str, Any]]], str]
+Write = Callable[[Sequence[Mapping[str, Any] | str]], str]
+Load = Callable[..., PromptPool]
+Refuse = Callable[..., UserError]
 
 
 @pytest.fixture(scope="session")
@@ -45,12 +52,12 @@ TOOLS_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
-"""As Qwen3's: tools in a message of the system, and what they answered, one after the other, in one of the user."""
+"""As Qwen3's: tools in a message of the system, and all their consecutive answers in a message of the user."""
 
 
 @pytest.fixture
 def calling(model: Path, tmp_path: Path) -> Tokenizer:
-    """With a template that knows tools."""
+    """A tokenizer whose template knows tools."""
     folder = tmp_path / "calling"
     shutil.copytree(model, folder)
     (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
@@ -59,11 +66,47 @@ def calling(model: Path, tmp_path: Path) -> Tokenizer:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write rows as JSONL, return the path."""
+    """Write rows, or lines as they are, to a JSONL file. Returns its path."""
 
-    def write_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    def write_rows(rows: Sequence[Mapping[str, Any] | str]) -> str:
         file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+        file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         return str(file)
 
     return write_rows
+
+
+def write_parquet(file: Path, **columns: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file
+
+
+@pytest.fixture
+def load(tokenizer: Tokenizer, write: Write) -> Load:
+    """Load the prompts of a file, or of rows that are written to a file first."""
+
+    def load_file(
+        source: str | Path | Sequence[Mapping[str, Any] | str],
+        by: Tokenizer = tokenizer,
+        split: Any = "train",
+        **data: Any,
+    ) -> PromptPool:
+        file = str(source) if isinstance(source, str | Path) else write(source)
+        return load_prompts(DataConfig(**{split: file} | data), by, split=split)
+
+    return load_file
+
+
+@pytest.fixture
+def refuse(load: Load) -> Refuse:
+    """Load what has to be refused with all these words. Returns the error."""
+
+    def refuse_file(source: Any, *words: str, **data: Any) -> UserError:
+        with pytest.raises(UserError) as caught:
+            load(source, **data)
+        assert all(word in str(caught.value) for word in words), caught.value
+        str(caught.value).encode()  # as a terminal would print the error
+        return caught.value
+
+    return refuse_file

@@ -1,25 +1,42 @@
-"""Where a completion ends is what the policy's own files say."""
+"""The tokenizer, its stop tokens and its chat template are those of the policy's own files."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids, without_chat_marks
+from megatron_dppo.data import tokenizer as module
+from megatron_dppo.data.tokenizer import (
+    Tokenizer,
+    check_template,
+    load_tokenizer,
+    pad_token_id,
+    stop_token_ids,
+    without_chat_marks,
+)
 from megatron_dppo.errors import UserError
 
 
 def test_generation_config_names_the_stops_before_config(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert stop_token_ids(tmp_path, tokenizer) == (tokenizer.eos_token_id,)
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert stop_token_ids(tmp_path, tokenizer) == (7,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"pad_token_id": 3}))
-    assert stop_token_ids(tmp_path, tokenizer) == (7,)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9], "pad_token_id": 3}))
-    assert stop_token_ids(tmp_path, tokenizer) == (8, 9)
+    for file, content, stops in (
+        ("config.json", {"eos_token_id": 7}, (7,)),
+        ("generation_config.json", {"pad_token_id": 3}, (7,)),
+        ("generation_config.json", {"eos_token_id": [8, 9], "pad_token_id": 3}, (8, 9)),
+    ):
+        (tmp_path / file).write_text(json.dumps(content))
+        assert stop_token_ids(tmp_path, tokenizer) == stops
+
+
+@pytest.mark.parametrize("content", ["[]", "[" * 100_000, "{", '{"eos_token_id": "a"}', '{"eos_token_id": [null]}'])
+def test_a_malformed_stop_names_its_file(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"generation_config\.json"):
+        stop_token_ids(tmp_path, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +51,8 @@ def test_generation_config_names_the_stops_before_config(tmp_path: Path, tokeniz
 def test_a_token_without_a_row_in_the_embedding_is_refused(
     tmp_path: Path, model: Path, file: str, settings: dict[str, object], problem: str
 ) -> None:
-    """The tokenizer has as many tokens as there are rows; transformers adds a padding token that it does not know."""
-    folder = tmp_path / "policy"
-    shutil.copytree(model, folder)
+    """The tokenizer has as many tokens as there are rows. Transformers adds a padding token that it does not know."""
+    folder = shutil.copytree(model, tmp_path / "policy")
     stop_token_ids(folder, tokenizer := load_tokenizer(folder))
     written = json.loads((folder / "config.json").read_text()) | {"vocab_size": len(tokenizer)}
     (folder / "config.json").write_text(json.dumps(written))
@@ -48,29 +64,53 @@ def test_a_token_without_a_row_in_the_embedding_is_refused(
     assert caught.value.setting == "model.path" and problem in caught.value.problem
 
 
-def test_people_are_shown_a_prompt_without_the_marks_of_its_template() -> None:
+def test_padding_stops_no_fresh_policy_and_text_survives(model: Path, tokenizer: Tokenizer) -> None:
+    assert pad_token_id(tokenizer) == tokenizer.pad_token_id
+    assert pad_token_id(tokenizer) not in stop_token_ids(model, tokenizer)
+    text = "  two  spaces\n\n\ttab ½ naïve e\u0301 日本\u2028 🙂 ####"
+    assert tokenizer.decode(tokenizer([text], add_special_tokens=False)["input_ids"][0]) == text
+
+
+def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
+    for folder, words in ((tmp_path / "nowhere", r"nowhere: is no directory"), (tmp_path, "holds no tokenizer")):
+        with pytest.raises(UserError, match=rf"model\.path = .*{words}"):
+            load_tokenizer(folder)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_prompts_are_shown_without_the_marks_of_a_template() -> None:
     rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 <|x|> 3?<|im_end|>\n"
-    assert without_chat_marks(rendered + "<|im_start|>assistant\n<think>\n\n</think>\n\n") == (
-        "Be brief.\nWhat is 2 <|x|> 3?"
-    )
+    shown = without_chat_marks(rendered + "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert shown == "Be brief.\nWhat is 2 <|x|> 3?"
     assert without_chat_marks("<think>\nso\n</think>\n5 <|im_end|>") == "<think>\nso\n</think>\n5"
     assert without_chat_marks(" 2+3=\n") == "2+3="
 
 
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
-    "content", ["[]", "3", "[" * 100_000, "{", '{"eos_token_id": "a"}', '{"eos_token_id": [null]}']
+    ("template", "problem"),
+    [
+        (LOOPS, "does not end within 1 s"),
+        ("{% for i in range(99999) %}{{ 'a' * 99 }}{% endfor %}", "makes more than 1,000,000 characters"),
+        ("{{ 'a' * 10**10 }}", "takes more than 1024 MiB"),
+    ],
 )
-def test_stop_that_is_no_token_names_its_file(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
-    (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(UserError, match=r"generation_config\.json"):
-        stop_token_ids(tmp_path, tokenizer)
+def test_a_template_without_measure_is_refused(template: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with patch.object(module, "CPU_S", 1), pytest.raises(UserError) as caught:
+        check_template(tmp_path)
+    assert caught.value.setting == "model.path" and problem in caught.value.problem
 
 
-def test_padding_is_no_stop_of_a_fresh_policy(model: Path, tokenizer: Tokenizer) -> None:
-    assert pad_token_id(tokenizer) == tokenizer.pad_token_id
-    assert pad_token_id(tokenizer) not in stop_token_ids(model, tokenizer)
-
-
-@pytest.mark.parametrize("text", ["2+3=5\n#### 5", "  two  spaces\n\n\ttab ", "½ naïve e\u0301 日本\u2028 🙂"])
-def test_any_text_survives_the_byte_level_tokenizer(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer([text], add_special_tokens=False)["input_ids"][0]) == text
+def test_other_faults_of_a_template_are_left_to_the_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer_config.json"
+    for template in ("{{ messages[0]['content'] }}", "{% generation %}", "{{ 1/0 }}", "{% x"):
+        for content in (template, [{"name": "default", "template": template}]):
+            file.write_text(json.dumps({"chat_template": content}))
+            check_template(tmp_path)
+    file.write_text("[]")
+    check_template(tmp_path)

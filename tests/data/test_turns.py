@@ -1,16 +1,21 @@
-"""What an environment says becomes the token ids that the chat template has there; no token of the policy changes."""
+"""An environment's messages become the token ids of the chat template, and tool calls are read out of turns.
+
+No token of the policy changes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.data.turns import Again, NothingLeftError, OtherAnswerError, Turns, TurnsError
-from megatron_dppo.init import CHAT_TEMPLATE, character_tokenizer, write_tokenizer
+from megatron_dppo.data.tokenizer import Tokenizer
+from megatron_dppo.data.turns import Again, NothingLeftError, OtherAnswerError, ToolCall, Turns, TurnsError, read_calls
+from megatron_dppo.init import CHAT_TEMPLATE
+from tests.data.conftest import Load, Refuse, write_parquet
 
 ASKED = [{"role": "system", "content": "a game"}, {"role": "user", "content": "guess"}]
 MORE = {"role": "user", "content": "more"}
@@ -18,7 +23,7 @@ WITHOUT_THOUGHTS = CHAT_TEMPLATE.replace(
     "message['content']",
     "(message['content'] if message['role'] != 'assistant' or loop.last else message['content'].split('=')[-1])",
 )
-"""As Qwen3's: of earlier turns of the policy it leaves out what stands before the answer."""
+"""As Qwen3's: without the text before the answer in earlier turns of the policy."""
 OF_LAST = CHAT_TEMPLATE.replace(
     "message['content']", "(messages[0]['content'] if loop.last else '') + message['content']"
 )
@@ -26,96 +31,91 @@ OF_LAST = CHAT_TEMPLATE.replace(
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Any:
-    write_tokenizer(character_tokenizer(), tmp_path, max_tokens=512)
-    return load_tokenizer(tmp_path)
+def changed(tokenizer: Tokenizer) -> Any:
+    """The tokenizer. A test may change its template."""
+    before = tokenizer.chat_template
+    yield tokenizer
+    tokenizer.chat_template = before
 
 
 def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def told(tokenizer: Any, said: list[int], *rounds: list[dict[str, Any]]) -> list[list[int]]:
-    """What the policy is told before each of its turns, all of which are ``said``."""
+def converse(tokenizer: Any, said: list[int], *rounds: list[dict[str, Any]]) -> list[list[int]]:
+    """Have the policy answer ``said`` in every round. Returns the tokens before each answer."""
     heard: list[list[int]] = []
 
     async def say(told: list[int]) -> list[int]:
         heard.append(told)
         return said
 
-    async def converse() -> None:
+    async def run() -> None:
         turns = Turns(tokenizer, ASKED, say)
         for messages in rounds:
             await turns(messages)
 
-    asyncio.run(converse())
+    asyncio.run(run())
     return heard
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, WITHOUT_THOUGHTS], ids=["ChatML", "without thoughts"])
-def test_the_policy_is_told_what_the_template_puts_after_its_turn(tokenizer: Any, template: str) -> None:
-    tokenizer.chat_template = template
-    said = [*tokenizer.encode("1+1=2"), tokenizer.eos_token_id]
+def test_the_policy_reads_the_templates_text_after_its_turn(changed: Any, template: str) -> None:
+    changed.chat_template = template
+    said = [*changed.encode("1+1=2"), changed.eos_token_id]
     second = [*ASKED, assistant("1+1=2"), MORE]
-    first, then, last = told(tokenizer, said, ASKED, second, [*second, assistant("1+1=2"), MORE, MORE])
+    first, then, last = converse(changed, said, ASKED, second, [*second, assistant("1+1=2"), MORE, MORE])
     assert first == []
-    assert tokenizer.decode(then) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(last).count("more") == 2, "and nothing of the turns before"
-    whole = tokenizer.apply_chat_template(second, add_generation_prompt=True, tokenize=False)
-    asked = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
+    assert changed.decode(then) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert changed.decode(last).count("more") == 2, "and nothing of the turns before"
+    whole = changed.apply_chat_template(second, add_generation_prompt=True, tokenize=False)
+    asked = changed.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False)
     if template is CHAT_TEMPLATE:
-        assert asked + tokenizer.decode([*said, *then]) == whole
+        assert asked + changed.decode([*said, *then]) == whole
 
 
-def test_a_turn_that_the_policy_did_not_close_is_closed_for_it(tokenizer: Any) -> None:
-    (_, then) = told(tokenizer, tokenizer.encode("7"), ASKED, [*ASKED, assistant("7"), MORE])
+def test_an_open_turn_of_the_policy_is_closed(tokenizer: Tokenizer) -> None:
+    (_, then) = converse(tokenizer, tokenizer.encode("7"), ASKED, [*ASKED, assistant("7"), MORE])
     assert then[0] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(
-    ("template", "rounds", "words"),
+    ("template", "messages", "words"),
     [
-        (OF_LAST, [ASKED, [*ASKED, assistant("7"), MORE]], r"\(user\) for which the chat template changes what stands"),
-        ("{{ raise_exception('no') }}", [ASKED, [*ASKED, assistant("7"), MORE]], r"fail in the chat template \(no\)"),
-        (
-            "{% for m in messages %}{{ m.role }}{% endfor %}",
-            [ASKED, [*ASKED, assistant("7"), MORE]],
-            "the chat template",
-        ),
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}",
-            [ASKED, [*ASKED, assistant("7")]],
-            "with nothing between",
-        ),
-        (CHAT_TEMPLATE, [[MORE]], "other messages at first than its problem has"),
-        (CHAT_TEMPLATE, [ASKED, [*ASKED, assistant("8"), MORE]], "about other messages than the conversation has"),
-        (CHAT_TEMPLATE, [ASKED, [MORE]], "about other messages than the conversation has"),
-        (CHAT_TEMPLATE, [ASKED, [*ASKED, assistant("7"), {"role": "user", "content": [MORE]}]], "with more than text"),
+        (OF_LAST, [*ASKED, assistant("7"), MORE], r"\(user\) for which the chat template changes what stands"),
+        ("{{ raise_exception('no') }}", [*ASKED, assistant("7"), MORE], r"fail in the chat template \(no\)"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", [*ASKED, assistant("7"), MORE], "the chat template"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", [*ASKED, assistant("7")], "with nothing between"),
+        (CHAT_TEMPLATE, [*ASKED, assistant("8"), MORE], "about other messages than the conversation has"),
+        (CHAT_TEMPLATE, [MORE], "about other messages than the conversation has"),
+        (CHAT_TEMPLATE, [*ASKED, assistant("7"), {"role": "user", "content": [MORE]}], "with more than text"),
     ],
 )
-def test_what_cannot_stand_after_the_policys_tokens_is_refused(
-    tokenizer: Any, template: str, rounds: list[Any], words: str
+def test_messages_without_place_behind_the_turn_are_refused(
+    changed: Any, template: str, messages: list[Any], words: str
 ) -> None:
-    tokenizer.chat_template = template
+    changed.chat_template = template
     with pytest.raises(TurnsError, match=words):
-        told(tokenizer, tokenizer.encode("7"), *rounds)
+        converse(changed, changed.encode("7"), ASKED, messages)
+    with pytest.raises(TurnsError, match="other messages at first than its problem has"):
+        converse(changed, changed.encode("7"), [MORE])
 
 
-def heard_again(told: list[list[int]], *, cut_off: bool = False) -> list[list[int]]:
-    """What the policy says again of 1 2 | 5 5 | 3 | 6, to an environment that tells it this."""
+def replay(told: list[list[int]], *, cut_off: bool = False) -> None:
+    """Replay the policy's part of 1 2 | 5 5 | 3 | 6 to an environment that answers ``told``."""
     again = Again([1, 2, 5, 5, 3, 6], [True, True, False, False, True, False], cut_off=cut_off)
 
-    async def hear() -> list[list[int]]:
-        said = [await again(each) for each in told]
+    async def hear() -> None:
+        for each in told:
+            await again(each)
         again.check_end()
-        return said
 
-    return asyncio.run(hear())
+    asyncio.run(hear())
 
 
-def test_the_policy_says_again_what_it_said_to_an_environment_that_answers_the_same() -> None:
+def test_a_replay_finds_an_environment_of_other_answers() -> None:
     with pytest.raises(NothingLeftError):
-        heard_again([[], [5, 5], [6, 7]], cut_off=True)  # of which the 7 did not fit
+        replay([[], [5, 5], [6, 7]], cut_off=True)  # without room for the 7
     for other, cut_off, did in (
         ([[], [5, 4]], False, "answered"),
         ([[], [5]], True, "answered"),
@@ -126,4 +126,71 @@ def test_the_policy_says_again_what_it_said_to_an_environment_that_answers_the_s
         ([[]], True, "ended"),
     ):
         with pytest.raises(OtherAnswerError, match=f"The environment {did}, otherwise than when"):
-            heard_again(other, cut_off=cut_off)
+            replay(other, cut_off=cut_off)
+
+
+NUMBER = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": NUMBER}}
+FIND = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}}
+
+
+def test_each_prompt_has_its_own_tools(load: Load, calling: Tokenizer, tmp_path: Path) -> None:
+    """As a list, as JSON text, and in parquet, with null for every field of another row."""
+    tools: list[Any] = [[ADD], [FIND, ADD], json.dumps([FIND]), None, []]
+    hi = [{"role": "user", "content": "Hi"}]
+    pool = load([{"prompt": "Hi", "label": "1", "tools": each} for each in tools], calling)
+    plain = [json.loads(each) if isinstance(each, str) else each for each in tools]
+    options = {"add_generation_prompt": True, "tokenize": False}
+    expected = [calling.apply_chat_template(hi, tools=each or None, **options) for each in plain]
+    assert [prompt.text for prompt in pool] == expected and len({*expected}) == 4
+    assert '{"type": "function", "function": {"name": "add"' in pool[0].text
+    file = write_parquet(tmp_path / "rows.parquet", prompt=["Hi"] * 2, label=["1"] * 2, tools=tools[:2])
+    read = [
+        [json.loads(line) for line in prompt.text.splitlines() if line.startswith('{"')]
+        for prompt in load(file, calling)
+    ]
+    assert read == tools[:2]
+
+
+@pytest.mark.parametrize("given", ["hammer", ["hammer"], '[{"a": 1}]', {"name": "add"}])
+def test_a_column_of_other_tools_is_refused(refuse: Refuse, calling: Tokenizer, given: Any) -> None:
+    words = "rows.jsonl, line 1", "no list of functions in column 'tools'"
+    refuse([{"prompt": "Hi", "label": "1", "tools": given}], *words, by=calling)
+
+
+def test_a_template_without_tools_is_refused(refuse: Refuse) -> None:
+    words = "line 1", "has tools, of which the chat template says nothing"
+    refuse([{"prompt": "Hi", "label": "1", "tools": [ADD]}], *words)
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+ADDED = ToolCall("add", '{"a": 1}')
+THOUGHT = f"<think>\nI say <tool_call> or\n{call('find')}</think>\n\nNow:"
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "calls"),
+    [
+        ("It is 3.", "It is 3.", []),
+        (f"Let me see.\n{call('add', a=1)}", "Let me see.", [ADDED]),
+        (call("add", a=1) + "\n" + call("find", q="ä"), "", [ADDED, ToolCall("find", '{"q": "ä"}')]),
+        (call("now").removesuffix("</tool_call>"), "", [ToolCall("now", "{}")]),
+        (f"{THOUGHT} {call('add', a=1)}", THOUGHT, [ADDED]),
+        (f"<think>{call('add', a=1)}</think> 3", f"<think>{call('add', a=1)}</think> 3", []),
+        (f"<think>{call('add', a=1)}", f"<think>{call('add', a=1)}", []),
+    ],
+)
+def test_calls_are_read_out_of_a_turn(text: str, said: str, calls: list[ToolCall]) -> None:
+    assert read_calls(text) == (said, calls)
+
+
+@pytest.mark.parametrize(
+    "block",
+    ["add(1)", "[]", '{"name": "add"}', '{"arguments": {}}', '{"name": 1, "arguments": {}}', "[" * 100_000],
+)
+def test_a_turn_with_an_unreadable_call_is_words(block: str) -> None:
+    for text in (f"{call('add', a=1)}<tool_call>{block}</tool_call>", f"<tool_call>{block}"):
+        assert read_calls(text) == (text, [])

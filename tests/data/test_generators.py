@@ -1,0 +1,161 @@
+"""Generated problems: distinct, held out, functions of their settings, and scored by their own verifiers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config import ArithmeticConfig, DataConfig, ReasoningGymConfig, replace
+from megatron_dppo.data import generators
+from megatron_dppo.data.generators import Sum, check_tasks, make_problems, make_sums
+from megatron_dppo.data.prompts import load_prompts
+from megatron_dppo.errors import UserError
+from megatron_dppo.rewards.adapters import ScoreItem
+from megatron_dppo.rewards.functions import reasoning_gym_score
+
+REWARD = "reasoning_gym"
+REWARD_TIMEOUT_S = 60.0
+CONFIG = ArithmeticConfig(problems=300, eval_problems=50, max_terms=5, max_operand=30)
+
+
+def questions(sums: list[Sum]) -> list[str]:
+    return [problem.question for problem in sums]
+
+
+def test_sums_are_distinct_and_a_function_of_their_settings() -> None:
+    train, held_out = make_sums(CONFIG)
+    assert (len(train), len(held_out)) == (300, 50)
+    assert len({*questions(train), *questions(held_out)}) == 350
+    assert make_sums(CONFIG) == (train, held_out)
+    assert make_sums(replace(CONFIG, seed=1)) != (train, held_out)
+    larger, same = make_sums(replace(CONFIG, problems=900))
+    assert same == held_out and larger[:300] == train
+    for problem in train:
+        assert 2 <= len(problem.terms) <= 5 and all(1 <= term <= 30 for term in problem.terms)
+        assert int(problem.label) == sum(problem.terms)
+    lengths = [len(problem.terms) for problem in train]
+    assert min(lengths.count(n) for n in (2, 3, 4, 5)) > 40
+
+
+def test_a_worked_answer_forgets_a_carry_only_when_told() -> None:
+    assert Sum((12, 7, 55), (False, False)).worked_answer == "12+7=19\n19+55=74\n#74"
+    assert Sum((12, 7, 55), (False, False)).question == "12+7+55="
+    forgetful = Sum((5, 8, 6), (True, True))  # the first addition carries, the second does not
+    assert forgetful.worked_answer == "5+8=3\n3+6=9\n#9"
+    assert forgetful.label == "19"
+    assert all(problem.worked_answer.endswith(f"#{problem.label}") for problem in make_sums(CONFIG)[0])
+    forgetful = make_sums(replace(CONFIG, forgotten_carries=1.0))[0]
+    wrong = [not problem.worked_answer.endswith(f"#{problem.label}") for problem in forgetful]
+    assert 0.5 < sum(wrong) / len(wrong) < 1.0  # right only where nothing carries
+
+
+def test_short_answers_are_right_and_change_no_problem() -> None:
+    mixed = make_sums(replace(CONFIG, forgotten_carries=0.5, short_answers=0.3))[0]
+    short = [problem for problem in mixed if problem.short]
+    assert 0.2 < len(short) / len(mixed) < 0.4
+    assert all(problem.worked_answer == f"#{problem.label}" for problem in short)
+    assert all("\n" in problem.worked_answer for problem in mixed if not problem.short)
+    plain = make_sums(replace(CONFIG, forgotten_carries=0.5))[0]
+    assert [dataclasses.replace(problem, short=False) for problem in mixed] == plain
+
+
+def test_all_distinct_sums_can_be_used_up_but_no_more() -> None:
+    every = ArithmeticConfig(problems=5, eval_problems=7, max_terms=3, max_operand=2)  # 4 + 8 sums
+    train, held_out = make_sums(every)
+    assert len({*questions(train), *questions(held_out)}) == 12
+    with pytest.raises(UserError, match="the 12 distinct sums"):
+        make_sums(replace(every, problems=6))
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "chain_sum": {"max_terms": 3},
+    "leg_counting": {},
+    "bitwise_arithmetic": {"difficulty": 1},
+}
+GYM = ReasoningGymConfig(tasks=TASKS, problems=60, eval_problems=15, seed=7)
+
+
+@pytest.fixture
+def gym(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw problems of reasoning-gym in this process, which has imported the package."""
+    pytest.importorskip("reasoning_gym")
+    draw: Callable[..., object] = lambda module, config, split: generators._draw_problems(config, split)  # noqa: E731
+    monkeypatch.setattr(generators, "_rows_of_process", draw)
+
+
+@pytest.mark.usefixtures("gym")
+def test_pools_share_no_question_and_grow_without_change() -> None:
+    train, held_out = (make_problems(GYM, split=split) for split in ("train", "eval"))
+    assert (len(train), len(held_out)) == (60, 15)
+    asked = [row["prompt"] for row in (*train, *held_out)]
+    assert len({*asked}) == 75
+    assert [row["prompt"] for row in make_problems(GYM, split="train")] == asked[:60]
+    assert [row["prompt"] for row in make_problems(replace(GYM, seed=8), split="train")] != asked[:60]
+    larger = make_problems(replace(GYM, problems=90), split="eval")
+    assert [row["prompt"] for row in larger] == asked[60:]
+    sources = [row["data_source"].partition("/")[2] for row in train]
+    assert {sources.count(task) for task in TASKS} == {20}
+
+
+def test_pools_do_not_depend_on_the_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some families walk through sets."""
+    pytest.importorskip("reasoning_gym")
+    config = ReasoningGymConfig(tasks={"isomorphic_strings": {}, "ransom_note": {}}, problems=6, eval_problems=2)
+    made = []
+    for seed in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        made.append([row["prompt"] for row in make_problems(config, split="train")])
+    assert made[0] == made[1] and "isomorphic" in made[0][0]
+
+
+@pytest.mark.usefixtures("gym")
+def test_verifiers_take_no_words_and_follow_the_settings() -> None:
+    def only_problem(**tasks: dict[str, int]) -> Any:
+        return make_problems(ReasoningGymConfig(tasks=tasks, problems=1, eval_problems=1, seed=3), split="train")[0]
+
+    def score(row: Any, answer: str) -> dict[str, Any]:
+        return reasoning_gym_score(row["data_source"], answer, row["label"], row["extra_info"])
+
+    assert score(only_problem(prime_factorization={}), "I think it is 2 times 3")["score"] == 0.0
+    row = only_problem(decimal_arithmetic={"min_num_decimal_places": 8, "max_num_decimal_places": 10})
+    assert score(row, row["label"])["acc"]
+    assert not score(row, f"{float(row['label']):.3f}")["acc"]
+
+
+@pytest.mark.usefixtures("gym")
+def test_each_tasks_verifier_scores_answers(tokenizer: Any, request: pytest.FixtureRequest) -> None:
+    data = DataConfig(train="reasoning_gym", chat_template=False, max_prompt_tokens=4096, reasoning_gym=GYM)
+    prompts = [*load_prompts(data, tokenizer, split="train")[:9], *load_prompts(data, tokenizer, split="eval")[:3]]
+    said = [f"I think <answer>1</answer>, no, <answer>{prompt.label}</answer>" for prompt in prompts]
+    said += [prompt.label for prompt in prompts] + ["<answer>nonsense</answer>" for _ in prompts]
+    items = [ScoreItem(p.data_source, text, p.label, p.extra) for p, text in zip(prompts * 3, said, strict=True)]
+    scored = request.getfixturevalue("workers").score(items, most_failures=0)
+    assert (scored.timeouts, scored.errors) == (0, 0)
+    assert [score.correct for score in scored.scores] == [True] * 24 + [False] * 12
+    assert all(score.reward == 1.0 for score in scored.scores[:24])
+    assert all(score.reward < 0.5 for score in scored.scores[24:])
+
+
+@pytest.mark.usefixtures("gym")
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        ({"chain_sm": {}}, "Perhaps 'chain_sum' was meant"),
+        ({"chain_sum": {"max_term": 3}}, "unexpected keyword argument 'max_term'"),
+        ({"chain_sum": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
+    ],
+)
+def test_an_unknown_task_or_setting_is_refused(tasks: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        check_tasks(ReasoningGymConfig(tasks=tasks))
+    assert caught.value.setting.startswith("data.reasoning_gym.tasks")
+
+
+@pytest.mark.usefixtures("gym")
+def test_a_task_with_too_few_problems_is_refused() -> None:
+    digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    with pytest.raises(UserError, match="has no more than about"):
+        make_problems(ReasoningGymConfig(tasks={"chain_sum": digits}, problems=500), split="train")
