@@ -1,4 +1,4 @@
-"""Buckets arrive byte by byte at every rank of a group, and when a member fails the others are free at once."""
+"""Buckets arrive byte by byte at every rank of a group; when a member fails, the others are free at once."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ LIMIT_S = 2.0
 
 
 class Process(SglangClient):
-    """A server of one rank that is no more than a process in the group."""
+    """A server of one rank: a process in the group."""
 
-    def __init__(self, url: str, http: Http) -> None:
+    def __init__(self, url: str, http: Http, problem: str = "") -> None:
         super().__init__(url, http)
+        self._problem = problem
         self._pipe, theirs = forks().Pipe()
         self.process = forks().Process(target=serve, args=(theirs,), daemon=True)
         self.process.start()
@@ -39,17 +40,16 @@ class Process(SglangClient):
         assert self._pipe.recv() == "ready"
         self.received: list[bytes] = []
 
-    async def join(self, meeting: WeightGroup) -> None:
-        await self._do((meeting.name, meeting.host, meeting.port, meeting.offset, meeting.size, meeting.backend))
+    async def join(self, group: WeightGroup) -> None:
+        await self._do((group.name, group.host, group.port, group.offset, group.size, group.backend))
 
     async def leave(self, group: str) -> None:
         pass
 
     async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
-        sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for shape, dtype in zip(
-            manifest.shapes, manifest.dtypes, strict=True)]  # fmt: skip
-        came = await self._do(sum(sizes))
-        if manifest is not FIRST:  # which loaders pass over
+        tensors = zip(manifest.shapes, manifest.dtypes, strict=True)
+        came = await self._do(sum(torch.Size(s).numel() * getattr(torch, dtype).itemsize for s, dtype in tensors))
+        if manifest is not FIRST:  # loaders ignore that one
             self.received.append(came)
 
     async def _do(self, order: Any) -> Any:
@@ -64,63 +64,63 @@ class Process(SglangClient):
 
 
 class Late(Process):
-    """A server that joins, and then never comes to receive."""
+    """Joins, and never receives."""
 
     async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
         await asyncio.sleep(60)
 
 
 class Refuses(Process):
-    """A server that joins, and cannot make a communicator."""
-
-    def __init__(self, url: str, http: Http, why: str) -> None:
-        super().__init__(url, http)
-        self._why = why
+    """Joins, and refuses to receive."""
 
     async def update_from_distributed(self, manifest: Manifest, group: str, version: str | None) -> None:
-        raise ServerError(self.url, f"refused /update_weights_from_distributed: {self._why}", alive=True)
+        raise ServerError(self.url, f"refused /update_weights_from_distributed: {self._problem}", alive=True)
 
 
-class Absent(SglangClient):
-    """A server that nobody finds."""
-
-    async def join(self, meeting: WeightGroup) -> None:
-        raise ServerError(self.url, "is not there", alive=False)
-
-    async def leave(self, group: str) -> None:
+class Absent(Process):
+    async def join(self, group: WeightGroup) -> None:
         raise ServerError(self.url, "is not there", alive=False)
 
 
 @pytest.fixture
-def http() -> Iterator[Http]:
-    http = Http()
-    yield http
-    http.close()
+def process(http: Http) -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def make(kind: type[Process] = Process, problem: str = "") -> Process:
+        made.append(kind(f"http://{'abcd'[len(made)]}:1", http, problem))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.process.kill()
 
 
 @pytest.fixture
-def servers(http: Http) -> Iterator[list[Process]]:
-    servers = [Process(f"http://{name}:1", http) for name in "ab"]
-    yield servers
+def servers(process: Callable[..., Process]) -> list[Process]:
+    return [process(), process()]
+
+
+def sender_of(servers: list[Any], name: str, our_nccl: str | None = None) -> Sender:
+    places = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout_s": LIMIT_S, "our_nccl": our_nccl}
+    return Sender(servers[0].http, servers, name=name, **places)
+
+
+def send(sender: Sender, size: int = 4) -> None:
+    sender.send(sender.stage({"a": torch.ones(size)}), None)
+
+
+def check_receives(servers: list[Process], name: str = "again") -> None:
     for server in servers:
-        server.process.kill()
-
-
-def _sender(http: Http, servers: list[Any], name: str, **more: Any) -> Sender:
-    device = torch.device("cpu")
-    return Sender(http, servers, name=name, host="127.0.0.1", device=device, timeout_s=LIMIT_S, **more)
-
-
-def _can_still_receive(http: Http, servers: list[Process], name: str) -> bool:
-    sender = _sender(http, servers, name)
-    sender.send(sender.stage({"a": torch.ones(4)}), None)
+        server.received.clear()
+    sender = sender_of(servers, name)
+    send(sender)
     sender.arrive()
     sender.close()
-    return [len(server.received) for server in servers] == [1] * len(servers)
+    assert [len(server.received) for server in servers] == [1] * len(servers)
 
 
-def test_every_bucket_arrives_byte_by_byte_though_its_memory_is_used_again(http: Http, servers: list[Process]) -> None:
-    sender = _sender(http, servers, "bytes")
+def test_buckets_arrive_though_their_memory_is_reused(servers: list[Process]) -> None:
+    sender = sender_of(servers, "bytes")
     memory = torch.empty(3, 5)
     sent = []
     for number in range(4):
@@ -132,63 +132,49 @@ def test_every_bucket_arrives_byte_by_byte_though_its_memory_is_used_again(http:
     sender.close()
 
 
-def test_a_server_that_cannot_join_is_named_and_the_others_are_free(http: Http, servers: list[Process]) -> None:
-    began = time.monotonic()
+def test_a_death_within_a_bucket_frees_the_others(servers: list[Process]) -> None:
+    sender = sender_of(servers, "death")
+    os.kill(servers[0].process.pid, signal.SIGSTOP)  # in the middle of the bucket
     with pytest.raises(SyncFailedError) as failed:
-        _sender(http, [*servers, Absent("http://c:1", http)], "join")
-    assert failed.value.problems == {"http://c:1": "is not there"}
-    assert time.monotonic() - began < 2 * LIMIT_S
-    again = _sender(http, servers, "join again")
-    again.send(again.stage({"a": torch.ones(4)}), None)
-    again.arrive()
-    assert [len(server.received) for server in servers] == [1, 1]
-    again.close()
-
-
-def test_a_server_that_dies_within_a_bucket_is_named_and_the_others_are_free(
-    http: Http, servers: list[Process]
-) -> None:
-    sender = _sender(http, servers, "death")
-    os.kill(servers[0].process.pid, signal.SIGSTOP)  # so that it is in the middle of the bucket when it dies
-    with pytest.raises(SyncFailedError) as failed:
-        sender.send(sender.stage({"a": torch.ones(4_000_000)}), None)
+        send(sender, 4_000_000)
         time.sleep(0.5)
         servers[0].process.kill()
         sender.arrive()
     assert list(failed.value.problems) == ["http://a:1"]
     sender.close()
-    again = _sender(http, servers[1:], "without it")
-    again.send(again.stage({"a": torch.ones(4)}), None)
-    again.arrive()
-    again.close()
+    check_receives(servers[1:])
 
 
-@pytest.fixture
-def another(http: Http) -> Iterator[Callable[..., Any]]:
-    made: list[Process] = []
-
-    def make(kind: type[Process], *arguments: Any) -> Process:
-        made.append(kind("http://c:1", http, *arguments))
-        return made[-1]
-
-    yield make
-    for server in made:
-        server.process.kill()
-
-
-def test_a_server_that_joins_and_never_comes_ends_the_joining_in_time(
-    http: Http, servers: list[Process], another: Callable[..., Any]
+@pytest.mark.parametrize(
+    ("kind", "said", "problem"),
+    [
+        (Absent, "", "is not there"),
+        (Late, "", "the first byte"),
+        (Refuses, "NCCL error: unhandled system error", "unhandled system error.*the trainer has NCCL 2.29.7"),
+    ],
+)
+def test_a_failed_join_names_the_server_and_frees_the_others(
+    servers: list[Process], process: Callable[..., Process], kind: type[Process], said: str, problem: str
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(SyncFailedError, match="the first byte") as failed:
-        _sender(http, [servers[0], another(Late)], "late")
+    with pytest.raises(SyncFailedError, match=f"(?s){problem}") as failed:
+        sender_of([servers[0], process(kind, said)], "join", our_nccl="2.29.7" if said else None)
     assert time.monotonic() - began < LIMIT_S + 3 * GRACE_S
-    assert list(failed.value.problems) == ["http://c:1"]
-    assert _can_still_receive(http, servers[:1], "without it")
+    assert "http://c:1" in failed.value.problems
+    check_receives(servers[:1])
 
 
-def test_a_broadcast_that_never_returns_ends_the_joining_in_time(
-    http: Http, servers: list[Process], another: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_two_versions_of_nccl_stop_the_run(servers: list[Process], process: Callable[..., Process]) -> None:
+    said = "Last error:\nMismatched NCCL version detected : rank 1 version 23007 rank 0 version 22907"
+    with pytest.raises(UserError) as refused:
+        sender_of([servers[0], process(Refuses, said)], "versions", our_nccl="2.29.7")
+    assert "2.29.7 and 2.30.7" in refused.value.problem
+    assert "nvidia-nccl-cu13==2.30.7" in refused.value.remedy
+    check_receives(servers[:1])
+
+
+def test_a_broadcast_that_never_returns_ends_in_time(
+    servers: list[Process], process: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over, aborted = threading.Event(), threading.Event()
     broadcast, abort = dist.ProcessGroup.broadcast, dist.ProcessGroup.abort
@@ -205,39 +191,15 @@ def test_a_broadcast_that_never_returns_ends_the_joining_in_time(
 
     monkeypatch.setattr(dist.ProcessGroup, "broadcast", as_nccl_does)
     monkeypatch.setattr(dist.ProcessGroup, "abort", noting)
-    began = time.monotonic()
     with pytest.raises(SyncFailedError, match="the first byte took more than 2 s"):
-        _sender(http, [*servers, another(Late)], "stuck")
-    assert time.monotonic() - began < LIMIT_S + 3 * GRACE_S
+        sender_of([*servers, process(Late)], "stuck")
     over.set()
-    assert aborted.wait(10), "the thread that was left behind keeps a group that it was late for"
-
-
-def test_a_refusal_at_the_first_byte_names_the_server_and_the_likely_cause(
-    http: Http, servers: list[Process], another: Callable[..., Any]
-) -> None:
-    refuses = another(Refuses, "NCCL error: unhandled system error")
-    with pytest.raises(SyncFailedError) as failed:
-        _sender(http, [*servers, refuses], "refused", our_nccl="2.29.7")
-    # Whoever gloo has pass the byte on to it waits for it, and is named, too.
-    assert "unhandled system error" in failed.value.problems["http://c:1"]
-    assert "the trainer has NCCL 2.29.7" in failed.value.problems["http://c:1"]
-
-
-def test_two_versions_of_nccl_stop_the_run_with_the_way_out(
-    http: Http, servers: list[Process], another: Callable[..., Any]
-) -> None:
-    said = "Last error:\nMismatched NCCL version detected : rank 1 version 23007 rank 0 version 22907"
-    with pytest.raises(UserError) as refused:
-        _sender(http, [servers[0], another(Refuses, said)], "two versions", our_nccl="2.29.7")
-    assert "2.29.7 and 2.30.7" in refused.value.problem
-    assert "nvidia-nccl-cu13==2.30.7" in refused.value.remedy
-    assert _can_still_receive(http, servers[:1], "of one version")
+    assert aborted.wait(10), "the abandoned thread keeps a group"
 
 
 @pytest.mark.parametrize("at", [0, 1], ids=["first byte", "bucket"])
-def test_a_broadcast_that_raises_is_a_failure_of_the_update(
-    at: int, http: Http, servers: list[Process], monkeypatch: pytest.MonkeyPatch
+def test_a_broadcast_that_raises_fails_the_update(
+    servers: list[Process], monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     broadcast, calls = dist.ProcessGroup.broadcast, count()
 
@@ -248,15 +210,12 @@ def test_a_broadcast_that_raises_is_a_failure_of_the_update(
 
     monkeypatch.setattr(dist.ProcessGroup, "broadcast", fails)
     with pytest.raises(SyncFailedError) as failed:
-        sender = _sender(http, servers, "raises")
-        sender.send(sender.stage({"a": torch.ones(4)}), None)
+        sender = sender_of(servers, "raises")
+        send(sender)
         sender.arrive()
-    assert (
-        "could not be sent (NCCL error in: NCCLUtils.cpp:94, internal error Last error: no such" in failed.value.problem
-    )
-    for server in servers:
-        server.received.clear()
-    assert _can_still_receive(http, servers, f"after {at}")
+    problem = "could not be sent (NCCL error in: NCCLUtils.cpp:94, internal error Last error: no such"
+    assert problem in failed.value.problem
+    check_receives(servers)
 
 
 @pytest.fixture
@@ -265,62 +224,46 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     abort, destroy = dist.ProcessGroup.abort, dist.destroy_process_group
 
-    def noting_abort(group: Any) -> None:
-        seen.append("abort")
-        abort(group)
-
-    def noting_destroy(group: Any) -> None:
-        seen.append("destroy")
-        destroy(group)
-
     async def leave(server: Process, group: str) -> None:
         seen.append("leave")
 
-    monkeypatch.setattr(dist.ProcessGroup, "abort", noting_abort)
-    monkeypatch.setattr(dist, "destroy_process_group", noting_destroy)
+    monkeypatch.setattr(dist.ProcessGroup, "abort", lambda group: (seen.append("abort"), abort(group)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: (seen.append("destroy"), destroy(group)))
     monkeypatch.setattr(Process, "leave", leave)
     return seen
 
 
-def test_a_group_that_is_whole_is_left_by_all_and_not_broken_off(
-    http: Http, servers: list[Process], ends: list[str]
-) -> None:
-    sender = _sender(http, servers, "whole")
-    sender.send(sender.stage({"a": torch.ones(4)}), None)
-    sender.arrive()
-    sender.close()
+def test_a_whole_group_is_left_and_not_aborted(servers: list[Process], ends: list[str]) -> None:
+    check_receives(servers)
     assert sorted(ends) == ["destroy", "leave", "leave"]
 
 
-def test_a_bucket_on_its_way_is_broken_off_before_servers_leave(
-    http: Http, servers: list[Process], ends: list[str]
-) -> None:
-    sender = _sender(http, servers, "on its way")
+def test_a_bucket_on_its_way_is_aborted_before_servers_leave(servers: list[Process], ends: list[str]) -> None:
+    sender = sender_of(servers, "on its way")
     os.kill(servers[0].process.pid, signal.SIGSTOP)
-    sender.send(sender.stage({"a": torch.ones(4_000_000)}), None)
+    send(sender, 4_000_000)
     sender.close()
     assert ends == ["abort", "destroy", "leave", "leave"]
 
 
-def test_servers_that_wait_for_this_side_to_leave_are_not_waited_for_first(
-    http: Http, servers: list[Process], ends: list[str], monkeypatch: pytest.MonkeyPatch
+def test_servers_may_wait_for_the_sender_to_leave(
+    servers: list[Process], ends: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with NCCL on one machine, where a rank's end waits for the others' connections."""
+    """With NCCL on one machine, a rank's end waits for the others' connections."""
 
     async def leave(server: Process, group: str) -> None:
         while "destroy" not in ends:
             await asyncio.sleep(0.01)
+        ends.append("leave")
 
     monkeypatch.setattr(Process, "leave", leave)
-    sender = _sender(http, servers, "together")
-    began = time.monotonic()
-    sender.close()
-    assert time.monotonic() - began < GRACE_S
+    sender_of(servers, "together").close()
+    assert ends == ["destroy", "leave", "leave"]
 
 
-def test_an_end_that_hangs_is_left_behind(http: Http, servers: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_hangs_is_abandoned(servers: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
-    sender = _sender(http, servers, "hangs")
+    sender = sender_of(servers, "hangs")
     monkeypatch.setattr(sender_module, "GRACE_S", 0.5)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: over.wait(60))
     began = time.monotonic()
@@ -330,8 +273,8 @@ def test_an_end_that_hangs_is_left_behind(http: Http, servers: list[Process], mo
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_the_group_is_made_without_a_watchdog_and_others_with_theirs(
-    before: str | None, http: Http, servers: list[Process], monkeypatch: pytest.MonkeyPatch
+def test_the_group_alone_has_no_watchdog(
+    servers: list[Process], monkeypatch: pytest.MonkeyPatch, before: str | None
 ) -> None:
     name, seen = "TORCH_NCCL_BLOCKING_WAIT", []
     monkeypatch.setenv(name, before) if before else monkeypatch.delenv(name, raising=False)
@@ -342,6 +285,6 @@ def test_the_group_is_made_without_a_watchdog_and_others_with_theirs(
         return make(*arguments, **named)
 
     monkeypatch.setattr(sender_module, "_new_process_group_helper", watched)
-    _sender(http, servers, f"watched {before}").close()
+    sender_of(servers, f"watched {before}").close()
     assert seen == ["1"]
     assert os.environ.get(name) == before

@@ -1,4 +1,4 @@
-"""After an update, a server that holds something else than the actor, or than other servers, does not pass."""
+"""After an update, a server with other weights than the actor, or than other servers, does not pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.rollout.engine import Bucket, WeightSource
-from megatron_dppo.rollout.servers.client import InFlight, ServerClient
+from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.sender import SyncFailedError
 from megatron_dppo.rollout.servers.sglang import SglangClient
@@ -25,35 +25,32 @@ SAME = {"model.norm.weight@0": NORM[:16], "model.qkv.weight@0": "1"}
 
 
 class Holds(SglangClient):
-    """A server that takes an update and holds these parameters afterwards."""
+    """A server that holds these parameters after any update."""
 
-    def __init__(self, url: str, http: Http, checksums: dict[str, str], told: str = "run-1") -> None:
-        super().__init__(url, http)
-        self._checksums, self._told = checksums, told
+    def __init__(self, checksums: dict[str, str], name: str = "a", version: str = "run-1") -> None:
+        super().__init__(f"http://{name}:1", None)  # type: ignore[arg-type]
+        self._checksums, self._version = checksums, version
 
-    async def pause(self, in_flight: InFlight) -> None: ...
-    async def begin_update(self) -> None: ...
-    async def end_update(self, version: str) -> None: ...
-    async def flush(self) -> None: ...
-    async def abandon_update(self) -> None: ...
+    async def _nothing(self, *_: Any) -> None: ...
+
+    pause = begin_update = end_update = flush = abandon_update = _nothing
 
     async def version(self) -> str:
-        return self._told
+        return self._version
 
     async def checksums(self) -> dict[str, str]:
         return self._checksums
 
 
-def _weights(*, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
-    """The actor's."""
+def actor_weights(*, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
     yield {"model.qkv.weight": torch.ones(2, 2)}
     yield {"model.norm.weight": WEIGHT}
 
 
-class SentAll:
-    """A transport that takes all there is."""
+class Transport:
+    """Takes all weights, and fails then if there is a problem."""
 
-    def __init__(self, problem: str | None = None) -> None:
+    def __init__(self, problem: str = "") -> None:
         self.source: WeightSource | None = None
         self._problem = problem
 
@@ -67,56 +64,44 @@ class SentAll:
     def close(self) -> None: ...
 
 
-@pytest.fixture
-def http() -> Iterator[Http]:
-    http = Http()
-    yield http
-    http.close()
-
-
-def _update(http: Http, *servers: Any, device: str = "cpu") -> Any:
+def problems_of(
+    http: Http, *servers: Holds, device: str = "cpu", transport: Transport | None = None, verify: bool = True
+) -> Any:
     world = replace(world_of(1, 0), device=torch.device(device))
-    return Sync(world, http, SentAll(), "retract").update(servers, _weights, "run-1", verify=True)
+    return Sync(world, http, transport or Transport(), "retract").update(servers, actor_weights, "run-1", verify=verify)
 
 
-def test_servers_that_hold_the_same_as_the_actor_pass(http: Http) -> None:
-    assert _update(http, Holds("http://a:1", http, SAME), Holds("http://b:1", http, SAME)) is None
+A, B = "http://a:1", "http://b:1"
+WHOLE, OWN = {"model.norm.weight@tp0": OTHER}, {"model.norm.weight@0": OTHER[:16]}
 
 
-def test_a_norm_that_is_not_the_actors_is_named(http: Http) -> None:
-    problems = _update(http, Holds("http://a:1", http, SAME | {"model.norm.weight@0": OTHER[:16]}))
-    assert problems == {"http://a:1": "holds another model.norm.weight@0 than the actor after an update"}
+@pytest.mark.parametrize(
+    ("servers", "device", "url", "problem"),
+    [
+        ([Holds(SAME), Holds(SAME, "b")], "cpu", None, ""),
+        ([Holds(SAME | OWN)], "cpu", A, "holds another model.norm.weight@0 than the actor after an update"),
+        ([Holds(SAME), Holds(SAME | {"model.qkv.weight@0": "2"}, "b")], "cpu", B, "model.qkv.weight@0 than other"),
+        ([Holds(SAME, version="run-0")], "cpu", A, "'run-0'"),
+        # vLLM's are SHA-256 everywhere; on a GPU, SGLang's are sixteen digits of a kernel of its own.
+        ([Holds(WHOLE)], "cuda", A, "model.norm.weight@tp0"),
+        ([Holds(OWN)], "cuda", None, ""),
+    ],
+)
+def test_servers_with_other_weights_are_named(
+    http: Http, servers: list[Holds], device: str, url: str | None, problem: str
+) -> None:
+    found = problems_of(http, *servers, device=device)
+    assert (list(found) if found else None) == ([url] if url else None)
+    assert not found or problem in found[url]
 
 
-def test_a_parameter_that_other_servers_have_otherwise_is_named(http: Http) -> None:
-    other = Holds("http://b:1", http, SAME | {"model.qkv.weight@0": "2"})
-    problems = _update(http, Holds("http://a:1", http, SAME), other)
-    assert problems == {"http://b:1": "holds another model.qkv.weight@0 than other servers after an update"}
+@pytest.mark.parametrize("verify", [True, False])
+def test_weights_are_hashed_by_an_update_that_compares(http: Http, verify: bool) -> None:
+    transport = Transport()
+    assert problems_of(http, Holds(SAME), transport=transport, verify=verify) is None
+    assert isinstance(transport.source, _Digests) == verify
 
 
-def test_a_server_that_says_another_version_does_not_pass(http: Http) -> None:
-    problems = _update(http, Holds("http://a:1", http, SAME, told="run-0"))
-    assert list(problems) == ["http://a:1"] and "'run-0'" in problems["http://a:1"]
-
-
-def test_on_a_gpu_whole_hashes_are_compared_with_the_actors_and_sglangs_own_are_not(http: Http) -> None:
-    # vLLM's are SHA-256 everywhere; SGLang's are sixteen digits of a kernel of its own where the weights are on a GPU.
-    whole, own = {"model.norm.weight@tp0": OTHER}, {"model.norm.weight@0": OTHER[:16]}
-    assert list(_update(http, Holds("http://a:1", http, whole), device="cuda")) == ["http://a:1"]
-    assert _update(http, Holds("http://a:1", http, own), device="cuda") is None
-
-
-def test_weights_are_hashed_only_by_an_update_that_compares(http: Http) -> None:
-    for verify, source in ((True, _Digests), (False, type(_weights))):
-        transport = SentAll()
-        server = Holds("http://a:1", http, SAME)
-        assert (
-            Sync(world_of(1, 0), http, transport, "retract").update([server], _weights, "run-1", verify=verify) is None
-        )
-        assert type(transport.source) is source
-
-
-def test_a_failure_that_is_nobodys_fault_is_told_all_the_same(http: Http) -> None:
-    sync = Sync(world_of(1, 0), http, SentAll("a bucket took more than 4 s"), "retract")
-    problems = sync.update([Holds("http://a:1", http, SAME)], _weights, "run-1", verify=True)
-    assert problems is not None and list(problems.values()) == ["a bucket took more than 4 s"]
+def test_a_failure_of_no_server_is_reported(http: Http) -> None:
+    problems = problems_of(http, Holds(SAME), transport=Transport("a bucket took more than 4 s"))
+    assert list(problems.values()) == ["a bucket took more than 4 s"]
