@@ -1,4 +1,4 @@
-"""Whatever a kill leaves of an answers' file, whole batches stay and the rest is answered anew."""
+"""Whole batches of a killed evaluation stay, and the rest is answered again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def opened(folder: Path, batches: list[list[tuple[str, int]]] = BATCHES, **chang
     return AnswerLog(folder, SETTINGS | {"problems": problems} | changed, batches, samples=2)
 
 
-def test_every_cut_leaves_the_whole_batches_before_it(tmp_path: Path) -> None:
+def test_a_cut_file_keeps_its_whole_batches(tmp_path: Path) -> None:
     with closing(opened(tmp_path)) as log:
         ends = []
         for batch in BATCHES:
@@ -47,8 +47,8 @@ def test_every_cut_leaves_the_whole_batches_before_it(tmp_path: Path) -> None:
         assert (tmp_path / ANSWERS).read_bytes() == whole
 
 
-def test_another_benchmark_goes_beside_and_back_again(tmp_path: Path) -> None:
-    """Of the first one a kill has left one batch and half of the next."""
+def test_benchmarks_alternate_in_one_folder(tmp_path: Path) -> None:
+    """A kill has left one batch and half of the next of the first benchmark."""
     sums, products = BATCHES[:2], BATCHES[2:]
     with closing(opened(tmp_path, sums)) as log:
         log.append(rows(sums[0]))
@@ -75,19 +75,19 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     assert caught.value.problem == "was begun with eval.samples = 2 (now 4); run.seed = null (now 2)"
 
 
-def test_two_evaluations_do_not_write_into_one_folder(tmp_path: Path) -> None:
+def test_a_folder_has_one_evaluation_at_a_time(tmp_path: Path) -> None:
     with closing(opened(tmp_path)), pytest.raises(UserError, match="is held by process"):
         opened(tmp_path)
     opened(tmp_path).close()
 
 
-def test_a_folder_that_cannot_be_made_is_the_user_s_to_mend(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written to"):
         opened(tmp_path / "file" / "out")
 
 
-def test_only_a_finished_evaluation_can_be_compared_with(tmp_path: Path) -> None:
+def test_only_finished_evaluations_are_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no evaluation"):
         read_finished(tmp_path, "--against")
     with closing(opened(tmp_path)) as log:
@@ -97,9 +97,5 @@ def test_only_a_finished_evaluation_can_be_compared_with(tmp_path: Path) -> None
     write_scores(tmp_path, {"model": "m"})
     assert read_finished(tmp_path, "--against") == rows(BATCHES[0])
     assert json.loads((tmp_path / "scores.json").read_text()) == {"model": "m"}
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        ".lock",
-        "answers.jsonl",
-        "evaluation.json",
-        "scores.json",
-    ]
+    names = {".lock", "answers.jsonl", "evaluation.json", "scores.json"}
+    assert {file.name for file in tmp_path.iterdir()} == names

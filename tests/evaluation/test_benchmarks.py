@@ -58,7 +58,7 @@ SHAPES: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
     ),
     "amc23": ("amc23.jsonl", [{"id": 0, "question": "q", "answer": 27.0, "url": "u"}], ["27"]),
 }
-"""Of each benchmark: a file as it is published, some rows, and their answers."""
+"""By benchmark: the name of a published file, some rows, and their answers."""
 PUBLISHED = os.environ.get(FOLDER)
 
 
@@ -86,7 +86,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_published_file_is_read_as_declared(name: str, tmp_path: Path) -> None:
     write(tmp_path, name)
     questions = read_benchmark(name, str(find_file(name, tmp_path)), shortened(name))
@@ -94,7 +94,7 @@ def test_a_published_file_is_read_as_declared(name: str, tmp_path: Path) -> None
     assert all("\\boxed{}" in question.prompt and "{problem}" not in question.prompt for question in questions)
 
 
-def test_an_absent_file_is_named_with_where_it_goes_and_who_has_it(tmp_path: Path) -> None:
+def test_an_absent_file_is_named_with_its_place_and_source(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         find_file("amc23", tmp_path)
     error = caught.value
@@ -103,7 +103,7 @@ def test_an_absent_file_is_named_with_where_it_goes_and_who_has_it(tmp_path: Pat
     assert "Qwen2.5-Math" in error.remedy and "eval.folder" in error.remedy
 
 
-def test_a_file_with_another_number_of_problems_is_not_the_benchmark(tmp_path: Path) -> None:
+def test_a_file_with_another_number_of_problems_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "gsm8k")
     with pytest.raises(UserError, match="holds 2 problems, and gsm8k has 1319"):
         read_benchmark("gsm8k", str(file), BENCHMARKS["gsm8k"])
@@ -125,7 +125,7 @@ def test_a_row_without_problem_or_answer_is_named(name: str, row: dict[str, str]
     assert caught.value.value == f"{file}, line 1"
 
 
-def test_the_folder_is_the_setting_s_then_the_environment_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting_s_folder_precedes_the_environment_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, "/there")
     assert folder_of(load_config(None, ["eval.folder=here"])) == Path("here")
     assert folder_of(load_config(None, [])) == Path("/there")
@@ -140,17 +140,16 @@ def test_the_folder_is_the_setting_s_then_the_environment_s(monkeypatch: pytest.
         (["eval.benchmarks=[quizzes]"], "quizzes", "NAME=FILE"),
         (["eval.benchmarks=[own=a.jsonl, own=b.jsonl]"], "own", "another name"),
         (["eval.benchmarks=[accuracy=a.jsonl]"], "accuracy", "another name"),
-        (["eval.benchmarks=[own=a.jsonl]", "data.eval={own: b.jsonl}"], "own", "another name"),
         (["eval.benchmarks=[own=a.jsonl]", "data.eval=own.jsonl"], "own", "another name"),
     ],
 )
-def test_a_name_that_is_none_or_taken_is_refused(overrides: list[str], value: str, words: str) -> None:
+def test_unknown_and_taken_names_are_refused(overrides: list[str], value: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         sources(load_config(None, overrides))
     assert caught.value.value == value and words in caught.value.remedy
 
 
-def test_the_generator_s_problems_are_held_out_where_nothing_else_is_named(short: Path) -> None:
+def test_the_generator_s_problems_are_held_out_by_default(short: Path) -> None:
     def named(*overrides: str) -> list[str]:
         return [source.name for source in sources(load_config(None, overrides))]
 
@@ -162,18 +161,18 @@ def test_the_generator_s_problems_are_held_out_where_nothing_else_is_named(short
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     (folder / "corpus.jsonl").write_text(json.dumps({"text": "Please reason step by step."}) + "\n")
     write_tokenizer(train_bpe(folder / "corpus.jsonl", 300), folder, max_tokens=512)
     return load_tokenizer(folder)
 
 
-def test_problems_are_rendered_numbered_and_have_luck_of_their_own(short: Path, tokenizer: Tokenizer) -> None:
+def test_problems_are_rendered_and_numbered_with_own_ids(short: Path, bpe: Tokenizer) -> None:
     own = short / "own.jsonl"
     own.write_text('{"question": "1+1=", "ground_truth": 2}\n{"question": "2+2=", "ground_truth": 4}\n')
     config = load_config(None, [f"eval.benchmarks=[gsm8k, own={own}, arithmetic]", "eval.problems=2"])
-    problems = held_out(config, tokenizer, max_positions=4096)
+    problems = held_out(config, bpe, max_positions=4096)
     assert list(by_name(problems)) == ["gsm8k", "own", "arithmetic"]
     assert [(p.number, p.verifier) for p in problems] == [(0, "math"), (1, "math"), *[(0, "math"), (1, "math")] * 2]
     assert len({problem.prompt.id for problem in problems}) == 6
@@ -183,24 +182,22 @@ def test_problems_are_rendered_numbered_and_have_luck_of_their_own(short: Path, 
     assert own_first.text == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n" and own_first.label == "2"
 
 
-def test_math_judges_a_benchmark_whichever_function_rewards_the_policy(short: Path, tokenizer: Tokenizer) -> None:
+def test_math_judges_benchmarks_under_any_reward_function(short: Path, bpe: Tokenizer) -> None:
     config = load_config(None, ["eval.benchmarks=[aime24, arithmetic]", "reward.function=exact", "eval.problems=1"])
-    problems = held_out(config, tokenizer, max_positions=4096)
+    problems = held_out(config, bpe, max_positions=4096)
     assert [problem.verifier for problem in problems] == ["math", "exact"]
 
 
-def test_no_problem_is_left_out_for_its_length_and_one_without_room_is_an_error(
-    short: Path, tokenizer: Tokenizer
-) -> None:
+def test_long_problems_are_kept_and_without_room_refused(short: Path, bpe: Tokenizer) -> None:
     words = ["eval.benchmarks=[gsm8k]", "data.max_prompt_tokens=8", "data.overlong_prompts=drop"]
     words += ["rollout.max_response_tokens=100"]
-    assert len(held_out(load_config(None, words), tokenizer, max_positions=1000)) == 2
+    assert len(held_out(load_config(None, words), bpe, max_positions=1000)) == 2
     with pytest.raises(UserError, match="leaves 28 of the policy's 128 positions") as caught:
-        held_out(load_config(None, words), tokenizer, max_positions=128)
+        held_out(load_config(None, words), bpe, max_positions=128)
     assert caught.value.setting == "rollout.max_response_tokens"
     own = [*words, "eval.max_response_tokens=90"]
     with pytest.raises(UserError, match="leaves 38 of the policy's 128 positions") as caught:
-        held_out(load_config(None, own), tokenizer, max_positions=128)
+        held_out(load_config(None, own), bpe, max_positions=128)
     assert (caught.value.setting, caught.value.value) == ("eval.max_response_tokens", 90)
 
 
@@ -212,30 +209,20 @@ def solved(question: Question) -> str:
     return str(row.get("solution") or row["answer"])
 
 
-@pytest.mark.skipif(PUBLISHED is None, reason=f"{FOLDER} names no folder of benchmark files")
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_gold_solutions_score_100_percent_and_nonsense_0(name: str) -> None:
-    """All problems of the published files, through the processes that score a run."""
+def test_gold_solutions_are_right_and_nonsense_is_wrong(
+    name: str, short: Path, workers: RewardWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Problems are those of the published files if the environment names their folder."""
+    if PUBLISHED:
+        monkeypatch.undo()
     try:
-        file = find_file(name, Path(PUBLISHED or ""))
+        file = find_file(name, Path(PUBLISHED or short))
     except UserError as absent:
         pytest.skip(str(absent))
     questions = read_benchmark(name, str(file), BENCHMARKS[name])
-    workers = RewardWorkers(BENCHMARKS[name].verifier, workers=1, timeout_s=20.0)
     gold = workers.score([ScoreItem(name, solved(question), question.label) for question in questions])
-    nonsense = "Colourless green ideas sleep \\boxed{furiously}."
-    none = workers.score([ScoreItem(name, nonsense, question.label) for question in questions])
-    workers.close()
+    none = workers.score([ScoreItem(name, "\\boxed{furiously}", question.label) for question in questions])
     assert len(gold.scores) == BENCHMARKS[name].problems
-    assert [q.row.place for q, score in zip(questions, gold.scores, strict=True) if not (score and score.correct)] == []
-    assert [q.label for q, score in zip(questions, none.scores, strict=True) if score is None or score.correct] == []
-
-
-def test_gold_solutions_of_every_shape_are_right_and_nonsense_is_wrong(short: Path) -> None:
-    questions = [q for name in SHAPES for q in read_benchmark(name, str(find_file(name, short)), BENCHMARKS[name])]
-    workers = RewardWorkers("math", workers=1, timeout_s=20.0)
-    gold = workers.score([ScoreItem("", solved(question), question.label) for question in questions])
-    none = workers.score([ScoreItem("", "\\boxed{furiously}", question.label) for question in questions])
-    workers.close()
-    assert [score.correct if score else None for score in gold.scores] == [True] * len(questions)
-    assert [score.correct if score else None for score in none.scores] == [False] * len(questions)
+    for found, right in ((gold, True), (none, False)):
+        assert {score and score.correct for score in found.scores} == {right}
