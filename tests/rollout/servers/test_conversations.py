@@ -1,9 +1,7 @@
-"""What goes wrong in a conversation is held against whoever did wrong; the servers here are a few lines each."""
+"""Faults of a conversation are charged to whoever is at fault; the policy's server is a few lines."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import importlib
 import json
 import re
@@ -11,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_dppo.config import Config, ModelConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import Sample, load_function
-from megatron_dppo.rl.types import Prompt, VersionSpan
-from megatron_dppo.rollout.conversation_functions import conversation_of
+from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rollout.conversation_checks import UnusableError
+from megatron_dppo.rollout.conversation_functions import _sampling_params, completion_of_samples, conversation_of
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.batch import RequestBatch
 from megatron_dppo.rollout.servers.conversations import Conversations
-from megatron_dppo.rollout.servers.dispatch import Dispatcher, PromptFailedError
+from megatron_dppo.rollout.servers.dispatch import PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
+from megatron_dppo.settings import load_config
 from tests.policies import write_policy
+from tests.rollout.servers.script import dispatcher_of
 
+POLICY = partial(write_policy, layers=1)
 SAMPLES, PROMPTS = 4, 12
 ABORTS = 9
-FUNCTIONS = (
-    f"ABORTS = {ABORTS}"
-    + """
+FUNCTIONS = """
+ABORTS = 9
+import time
 from megatron_dppo.rollout.conversation import TryAgainError
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
@@ -106,30 +107,44 @@ async def go_on_from_nothing(client, prompt):
 async def end_the_program(client, prompt):
     raise SystemExit(0)
 
+async def forget_log_probs(args, sample, sampling_params):
+    sample = await talk(args, sample, sampling_params)
+    sample.rollout_log_probs = None
+    return sample
+
+async def use_an_option_of_slime(args, sample, sampling_params):
+    return args.an_option_of_slime
+
+async def block(client, prompt):
+    time.sleep(3)
+
+def generate_at_once(args, sample, sampling_params):
+    return sample
+
+async def generate_group(args, samples):
+    return samples
+
 async def stumble(client, prompt):
     return [await client.generate(prompt.token_ids), prompt.no_such_thing]
 """
-)
 
 
 class Policy(BaseHTTPRequestHandler):
-    """Always says 5 6, and after ``ABORTS`` 5 alone, as a server that is paused. As a judge it is of other weights."""
-
-    version = "3"
+    """Answers 5 6, and an aborted 5 to a context that ends with ``ABORTS``. As a judge it has other weights."""
 
     def do_GET(self) -> None:
-        self._answer({"weight_version": self.version})
+        self._answer({"weight_version": "3"})
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/judge" and self.server.refusals:
             self.send_error(self.server.refusals.pop())
             return
-        self.server.sampling.append(asked.get("sampling_params"))
-        aborts = asked.get("input_ids", [0])[-1] == ABORTS
+        self.server.sampling.append(request.get("sampling_params"))
+        aborts = request.get("input_ids", [0])[-1] == ABORTS
         tokens = [5] if aborts else [5, 6]
         meta = {
-            "weight_version": "default" if self.path == "/judge" else self.version,
+            "weight_version": "default" if self.path == "/judge" else "3",
             "finish_reason": {"type": "abort" if aborts else "stop"},
             "output_token_logprobs": [[-0.5, 5], [-0.25, 6]][: len(tokens)],
         }
@@ -142,199 +157,158 @@ class Policy(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    def log_message(self, *_: Any) -> None: ...
 
 
-class Server(ThreadingHTTPServer):
-    request_queue_size = 64  # of all conversations at once: whom a queue of 5 turns away tries again after a second
+class Conversing:
+    """A server of the policy, and conversations with it.
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Policy)
+    ``refusals`` are statuses of the judge's next answers, ``sampling`` the parameters of requests so far.
+    """
+
+    class Server(ThreadingHTTPServer):
+        handle_error = lambda *_: None  # noqa: E731
+        request_queue_size = 64  # of all conversations at once: beyond 5, a connection would be tried after a second
+
+    def __init__(self, http: Http, policy: Path, folder: Path) -> None:
+        self.server = self.Server(("127.0.0.1", 0), Policy)
         self.refusals: list[int] = []
-        """Statuses of the next answers of the judge."""
         self.sampling: list[dict[str, Any]] = []
-        """Parameters of the requests so far."""
+        self.server.refusals, self.server.sampling = self.refusals, self.sampling
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.http, self._policy, self._file = http, policy, folder / "tools.py"
+        self._file.write_text(FUNCTIONS)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def function(self, name: str, setting: str, *settings: str) -> Any:
+        spec = f"rollout.{setting}={self._file}:{name}"
+        return conversation_of(load_config(None, [f"model.path={self._policy}", spec, *settings]))
+
+    def converse(
+        self, name: str, *settings: str, setting: str = "conversation", judge: str = "", attempts: int = 3, **more: Any
+    ) -> Any:
+        """Have a function answer all prompts. Lost servers and prompts' extras become attributes of the batch."""
+        conversations = Conversations(self.function(name, setting, *settings), timeout_s=20.0)
+        client = SglangClient(self.url, self.http)
+        dispatcher = dispatcher_of(self.http, client, attempts=attempts, conversations=conversations)
+        judge = judge or self.url.replace("127.0.0.1", "localhost")
+        extra = [{"other": judge, "turns": []} for _ in range(PROMPTS)]
+        prompts = [Prompt(i, np.array([7, 8], np.int32), "7 8", "", extra=extra[i]) for i in range(PROMPTS)]
+        sampling = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1, **more)
+        batch = dispatcher.begin(prompts, sampling, 3)
+        batch.wait(60.0)
+        conversations.close()
+        assert dispatcher.take_lost() == {}, "a server is blamed"
+        assert [each["turns"] for each in extra] == [[]] * PROMPTS, "a conversation wrote into the prompt"
+        return batch
+
+    def completions(self, name: str, *settings: str, **more: Any) -> list[Completion]:
+        batch = self.converse(name, *settings, **more)
+        assert batch.error is None and batch.unfinished == 0
+        assert [len(group) for group in batch.groups()] == [SAMPLES] * PROMPTS
+        return [completion for group in batch.groups() for completion in group]
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
+def conversing(http: Http, policy: Path, tmp_path: Path) -> Iterator[Conversing]:
+    conversing = Conversing(http, policy, tmp_path)
+    yield conversing
+    conversing.server.shutdown()
 
 
-@pytest.fixture
-def url(server: Server) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
-
-
-def converse(
-    name: str,
-    url: str,
-    folder: Path,
-    *,
-    other: str = "",
-    attempts: int = 3,
-    setting: str = "custom_generate",
-    roles: tuple[str, ...] = (),
-    **sampled: float,
-) -> tuple[RequestBatch, dict, list]:
-    """Have a function answer; the batch, the servers that were lost, and what is left in the prompts."""
-    (folder / "tools.py").write_text(FUNCTIONS)
-    rollout = RolloutConfig(**{setting: f"{folder / 'tools.py'}:{name}"}, roles=roles)
-    write_policy(folder, layers=1)
-    function = conversation_of(Config(model=ModelConfig(path=str(folder)), rollout=rollout))
-    assert function is not None
-    conversations = Conversations(function, timeout_s=20.0)
-    http = Http()
-    dispatcher = Dispatcher(
-        http,
-        lambda told: int(told) if told.isdigit() else None,
-        first=0,
-        max_in_flight=64,
-        request_timeout_s=20.0,
-        attempts=attempts,
-        conversations=conversations,
-    )
-    dispatcher.serve_from([SglangClient(url, http)])
-    extra = [{"other": other, "turns": []} for _ in range(PROMPTS)]
-    prompts = [Prompt(i, np.array([7, 8], np.int32), "7 8", "", extra=extra[i]) for i in range(PROMPTS)]
-    sampling = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1, **sampled)
-    batch = dispatcher.begin(prompts, sampling, 3)
-    batch.wait(60.0)
-    lost = dispatcher.take_lost()
-    conversations.close()
-    http.close()
-    return batch, lost, extra
-
-
-def test_a_judge_s_weights_are_not_the_policy_s(url: str, tmp_path: Path) -> None:
-    batch, lost, _ = converse("ask_a_judge", url, tmp_path, other=url.replace("127.0.0.1", "localhost"))
-    assert batch.error is None and lost == {}
-    for group in batch.groups():
-        assert [completion.token_ids.tolist() for completion in group] == [[5, 6]] * SAMPLES
-        assert {span.version for completion in group for span in completion.versions} == {3}
-        assert {completion.finish_reason for completion in group} == {"stop"}
+def test_a_judges_weights_are_not_the_policys(conversing: Conversing) -> None:
+    for completion in conversing.completions("ask_a_judge", setting="custom_generate"):
+        assert (completion.token_ids.tolist(), completion.finish_reason) == ([5, 6], "stop")
+        assert {span.version for span in completion.versions} == {3}
 
 
 @pytest.mark.parametrize(("setting", "name"), [("custom_generate", "talk"), ("conversation", "rollout")])
-@pytest.mark.parametrize(("sampled", "said"), [({}, (1.0, -1)), ({"top_p": 0.9, "top_k": 20}, (0.9, 20))])
-def test_turns_are_sampled_from_the_tokens_that_the_run_asks_for(
-    server: Server,
-    url: str,
-    tmp_path: Path,
-    setting: str,
-    name: str,
-    sampled: dict[str, float],
-    said: tuple[float, ...],
+@pytest.mark.parametrize(("sampled", "expected"), [({}, (1.0, -1)), ({"top_p": 0.9, "top_k": 20}, (0.9, 20))])
+def test_turns_are_sampled_as_the_run_asks(
+    conversing: Conversing, setting: str, name: str, sampled: dict[str, float], expected: tuple[float, ...]
 ) -> None:
-    batch, _, _ = converse(name, url, tmp_path, setting=setting, **sampled)
-    assert batch.error is None
-    assert {(each["top_p"], each["top_k"]) for each in server.sampling} == {said}
+    conversing.completions(name, setting=setting, **sampled)
+    assert {(each["top_p"], each["top_k"]) for each in conversing.sampling} == {expected}
 
 
-def test_a_tool_that_is_down_costs_no_server(url: str, tmp_path: Path) -> None:
-    batch, lost, _ = converse("ask_a_judge", url, tmp_path, other="http://127.0.0.1:9", attempts=2)
-    assert lost == {}
+def test_an_absent_tool_costs_no_server(conversing: Conversing) -> None:
+    batch = conversing.converse("ask_a_judge", setting="custom_generate", judge="http://127.0.0.1:9", attempts=2)
     assert isinstance(batch.error, PromptFailedError) and "127.0.0.1:9 broke off at /judge" in str(batch.error)
 
 
-def test_a_busy_tool_is_asked_again(server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_tool_is_asked_again(conversing: Conversing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.1)
-    server.refusals = [429, 503]
-    batch, lost, _ = converse("ask_a_judge", url, tmp_path, other=url.replace("127.0.0.1", "localhost"), attempts=1)
-    assert batch.error is None and lost == {} and server.refusals == []
+    conversing.refusals += [429, 503]
+    conversing.completions("ask_a_judge", setting="custom_generate", attempts=1)
+    assert conversing.refusals == []
 
 
-def test_samples_that_are_given_up_are_asked_for_again_and_cost_no_server(url: str, tmp_path: Path) -> None:
-    batch, lost, _ = converse("fail_at_first", url, tmp_path, attempts=SAMPLES + 1)
-    assert batch.error is None and lost == {}
-    assert batch.unfinished == 0
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("custom_generate", "fail_at_first"),
+        ("conversation", "give_up_at_first"),
+        ("custom_generate", "write_on_metadata"),
+    ],
+)
+def test_samples_given_up_are_requested_again(conversing: Conversing, setting: str, name: str) -> None:
+    conversing.completions(name, setting=setting, attempts=SAMPLES + 1)
 
 
-def test_what_a_conversation_writes_on_its_metadata_is_its_own(url: str, tmp_path: Path) -> None:
-    batch, _, extra = converse("write_on_metadata", url, tmp_path)
-    assert batch.error is None and batch.unfinished == 0
-    assert [each["turns"] for each in extra] == [[]] * PROMPTS
-
-
-def test_turns_are_joined_as_they_were_generated_also_where_the_server_broke_one_off(url: str, tmp_path: Path) -> None:
-    batch, lost, extra = converse("rollout", url, tmp_path, setting="conversation")
-    assert batch.error is None and lost == {} and [each["turns"] for each in extra] == [[]] * PROMPTS
-    for completion in (completion for group in batch.groups() for completion in group):
+def test_turns_are_joined_across_an_abort(conversing: Conversing) -> None:
+    for completion in conversing.completions("rollout"):
         assert completion.token_ids.tolist() == [5, 6, 1, ABORTS, 5, 5, 6]
         assert completion.loss_mask.tolist() == [True, True, False, False, True, True, True]
         assert completion.logprobs[completion.loss_mask].tolist() == [-0.5, -0.25, -0.5, -0.5, -0.25]
         assert (completion.versions, completion.finish_reason) == ((VersionSpan(3, 7),), "stop")
 
 
-def test_sequences_stay_apart(url: str, tmp_path: Path) -> None:
-    batch, *_ = converse("begin_anew", url, tmp_path, setting="conversation")
-    assert batch.error is None
-    for completion in (completion for group in batch.groups() for completion in group):
+def test_sequences_stay_apart(conversing: Conversing) -> None:
+    for completion in conversing.completions("begin_anew"):
         assert (completion.token_ids.tolist(), completion.starts) == ([5, 6, 1, 7, 5, 5, 6], (3,))
 
 
-def test_each_token_comes_with_its_role(url: str, tmp_path: Path) -> None:
-    batch, *_ = converse("speak_in_roles", url, tmp_path, setting="conversation", roles=("answerer", "asker"))
-    assert batch.error is None
-    for completion in (completion for group in batch.groups() for completion in group):
+def test_each_token_has_its_role(conversing: Conversing) -> None:
+    for completion in conversing.completions("speak_in_roles", "rollout.roles=[answerer,asker]"):
         assert completion.segments is not None and completion.segments.tolist() == [1, 1, -1, -1, 0, 0, 0]
-    batch, *_ = converse("speak_in_roles", url, tmp_path, setting="conversation")
-    assert isinstance(batch.error, UserError) and "rollout.roles has none" in str(batch.error)
-
-
-def test_a_conversation_that_gives_up_is_had_again_and_costs_no_server(url: str, tmp_path: Path) -> None:
-    batch, lost, _ = converse("give_up_at_first", url, tmp_path, setting="conversation")
-    assert batch.error is None and lost == {}
-    assert batch.unfinished == 0
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("setting", "name", "problem"),
     [
-        ("forget_what_was_told", "turn 1 that was generated after other tokens than stand before it"),
-        ("tell_unknown_tokens", "a turn 1 with the token id 1000000; the policy's vocabulary has 131 tokens"),
-        ("ask_of_unknown_tokens", "from a context with the token id 1000000; the policy's vocabulary has 131 tokens"),
-        ("go_on_from_nothing", "no token to go on from"),
-        ("end_the_program", "SystemExit: 0"),
-        ("stumble", "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
+        ("conversation", "speak_in_roles", "rollout.roles has none"),
+        ("conversation", "forget_what_was_told", "turn 1 that was generated after other tokens than stand before it"),
+        ("conversation", "tell_unknown_tokens", "a turn 1 with the token id 1000000; the policy's vocabulary has 131"),
+        ("conversation", "ask_of_unknown_tokens", "from a context with the token id 1000000; the policy's vocabulary"),
+        ("conversation", "go_on_from_nothing", "no token to go on from"),
+        ("conversation", "end_the_program", "SystemExit: 0"),
+        ("conversation", "stumble", "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
+        ("custom_generate", "forget_log_probs", "0 of sample.rollout_log_probs"),
+        ("custom_generate", "use_an_option_of_slime", "args.an_option_of_slime, an option of slime's without"),
     ],
 )
-def test_a_conversation_that_cannot_be_trained_on_ends_the_run(
-    function: str, words: str, url: str, tmp_path: Path
-) -> None:
-    batch, _, _ = converse(function, url, tmp_path, setting="conversation")
-    assert isinstance(batch.error, UserError) and batch.error.setting == "rollout.conversation"
-    assert words in batch.error.problem
+def test_an_unusable_conversation_ends_the_run(conversing: Conversing, setting: str, name: str, problem: str) -> None:
+    error = conversing.converse(name, setting=setting).error
+    assert isinstance(error, UserError) and error.setting == f"rollout.{setting}"
+    assert problem in str(error)
 
 
-def test_asyncio_says_nothing_of_what_was_given_up_and_failed(caplog: pytest.LogCaptureFixture) -> None:
-    begun, http = threading.Event(), Http()
-
-    async def fail() -> None:
-        begun.set()
-        try:
-            await asyncio.sleep(60)
-        finally:
-            raise ZeroDivisionError
-
-    future = http.start(fail())
-    begun.wait()
-    future.cancel()
-    http.run(asyncio.sleep(0.05))
-    del future  # which knows the task
-    gc.collect()
-    http.close()
-    assert not caplog.records
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("generate_at_once", "is no coroutine"),
+        ("generate_group", "cannot be called with 3 arguments"),
+        ("tal", "Perhaps 'talk' was meant"),
+    ],
+)
+def test_a_function_of_another_form_is_refused(conversing: Conversing, name: str, problem: str) -> None:
+    with pytest.raises(UserError) as raised:
+        conversing.function(name, "custom_generate")
+    assert raised.value.setting == "rollout.custom_generate" and problem in str(raised.value)
 
 
-def test_where_slime_is_installed_its_own_modules_stay_what_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here it is a package of two modules."""
+def test_an_installed_slime_keeps_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, slime is a package of two modules."""
     (package := tmp_path / "site" / "slime" / "utils").mkdir(parents=True)
     (package / "types.py").write_text("class Sample: ...")
     (package / "misc.py").write_text("def bring_along(): return 7")
@@ -356,25 +330,67 @@ def seven(): return bring_along(), Sample
     assert "slime.utils.http_utils" not in sys.modules
 
 
-def test_the_conversation_that_is_under_way_longest_is_named(url: str, tmp_path: Path) -> None:
-    """Also where it holds up the thread of all conversations."""
-    (tmp_path / "tools.py").write_text("import time\nasync def rollout(client, prompt):\n    time.sleep(3)\n")
-    write_policy(tmp_path, layers=1)
-    rollout = RolloutConfig(conversation=f"{tmp_path}/tools.py:rollout")
-    function = conversation_of(Config(model=ModelConfig(path=str(tmp_path)), rollout=rollout))
-    assert function is not None
-    conversations = Conversations(function, timeout_s=1.0)
+def test_the_longest_conversation_is_named(conversing: Conversing) -> None:
+    """Also if it blocks the thread of all conversations."""
+    conversations = Conversations(conversing.function("block", "conversation"), timeout_s=1.0)
     assert conversations.late(0.0) == ""
-    http, prompt = Http(), Prompt(7, np.array([7, 8], np.int32), "7 8", "")
+    http, prompt = conversing.http, Prompt(7, np.array([7, 8], np.int32), "7 8", "")
     sampling = Sampling(1, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
-    begun = http.start(conversations(SglangClient(url, http), prompt, sampling, lambda told: []))
+    begun = http.start(conversations(SglangClient(conversing.url, http), prompt, sampling, lambda told: []))
     deadline = time.monotonic() + 10.0
     while not conversations.late(0.5) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert re.fullmatch(
-        r".*/tools\.py:rollout has been about prompt 7 for \d s and has not returned", conversations.late(0.5)
-    )
+    named = r".*/tools\.py:block has been about prompt 7 for \d s and has not returned"
+    assert re.fullmatch(named, conversations.late(0.5))
     with pytest.raises(ServerError, match="for 1 s, with no completion in the end"):
         begun.result(10.0)
     assert conversations.late(0.0) == ""
-    http.close()
+
+
+def test_samples_of_a_prompt_have_distinct_seeds() -> None:
+    """Else SGLang's deterministic inference would repeat one conversation."""
+    sampling = Sampling(4, 8, 1.0, (), seed=3)
+    seeds = {_sampling_params(sampling, prompt, i)["sampling_seed"] for prompt in (0, 1) for i in range(4)}
+    assert len(seeds) == 8 and all(0 <= seed < 2**31 for seed in seeds)
+    assert _sampling_params(sampling, 0, 0) == _sampling_params(sampling, 0, 0)
+
+
+def sample_of(tokens: list[int], length: int) -> Sample:
+    logprobs = [-0.1 * token for token in tokens[-length:]]
+    return Sample(tokens=tokens, response_length=length, rollout_log_probs=logprobs, status=Sample.Status.COMPLETED)
+
+
+JOIN = partial(completion_of_samples, prompt=Prompt(0, np.array([7, 8], np.int32), "", ""), limit=2)
+FIRST, SECOND = sample_of([7, 8, 1, 2], 2), sample_of([5, 5, 5, 3], 1)
+
+
+def test_several_samples_are_sequences_of_one_completion() -> None:
+    whole = JOIN([FIRST, SECOND])
+    assert (whole.token_ids.tolist(), whole.starts, whole.finish_reason) == ([1, 2, 5, 5, 5, 3], (2,), "stop")
+    assert whole.loss_mask.tolist() == [True, True, False, False, False, True]
+    np.testing.assert_allclose(whole.logprobs[whole.loss_mask], [-0.1, -0.2, -0.3], rtol=1e-6)
+    cut = JOIN([FIRST, SECOND, sample_of([5, 5, 5, 3, 3], 2)])
+    assert (cut.starts, cut.finish_reason) == ((2, 6), "length"), "a sequence was cut off"
+    cut = JOIN([FIRST, SECOND, sample_of([5] * 9, 1)])
+    assert (cut.token_ids.tolist(), cut.finish_reason) == ([1, 2, 5, 5, 5, 3], "length"), "a context left no room"
+
+
+@pytest.mark.parametrize(
+    ("samples", "problem"),
+    [
+        ([SECOND, FIRST], "begin with the prompt"),
+        ([FIRST, 3], "a int"),
+        ([], "an empty list"),
+        ([FIRST, sample_of([3], 1)], "1 tokens for a prompt of 0 and a response of 1"),
+    ],
+)
+def test_impossible_samples_are_refused(samples: list[Any], problem: str) -> None:
+    with pytest.raises(UnusableError, match=problem):
+        JOIN(samples)
+
+
+def test_a_mask_of_other_values_is_refused() -> None:
+    masked = sample_of([7, 8, 1, 2], 2)
+    masked.loss_mask = [1, 0.5]  # type: ignore[list-item]
+    with pytest.raises(UnusableError, match="a loss_mask of other values than true and false"):
+        JOIN(masked)
