@@ -19,11 +19,11 @@ from megatron_dppo.rl.advantages import (
     role_advantages,
 )
 from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
-from megatron_dppo.rl.types import SEGMENT, Completion, Floats, Group, Prompt, StepMetadata, StepPlan, VersionSpan
+from megatron_dppo.rl.types import SEGMENT, Completion, Floats, Group, Prompt, StepMetadata, VersionSpan
 from megatron_dppo.rollout.metadata import metadata_of
 from tests.rl.integration import all_plans
 from tests.rl.plans import step_config, step_metadata
-from tests.rl.tree_toy import LONGEST, PREFIXES, toy
+from tests.rl.tree_toy import LONGEST, PREFIXES, plan_gradient, toy
 
 WHITENED = ["reinforce_pp", "reinforce_pp_baseline"]
 
@@ -119,15 +119,6 @@ def role_config() -> Config:
     return cfg.replace(step_config(name="rloo"), rollout=rollout)
 
 
-def role_gradient(chosen: tuple[int, ...], step: StepPlan) -> Floats:
-    """Return the gradient of a plan, on-policy; [parameters]."""
-    samples, total = step.minibatches[0].samples, np.zeros(len(PREFIXES))
-    for k, completion in enumerate(samples.completion):
-        path = chosen[completion]
-        total += samples.scale[k] * samples.advantage[k, ROLE[path]] @ POLICY.scores(PATHS[path])[: len(PATHS[path])]
-    return total
-
-
 def test_each_role_has_the_gradient_of_its_own_reward() -> None:
     """By its own words, over all conversations and draws. Where the critic speaks in one conversation alone, nothing is
     left to compare its reward with: its part is that of the other groups."""
@@ -136,7 +127,8 @@ def test_each_role_has_the_gradient_of_its_own_reward() -> None:
         probability = np.prod([PROBABILITY[each] for each in chosen])
         for step, drawn in all_plans(role_metadata(chosen), config):
             pruned |= drawn < 1.0
-            total += probability * drawn * role_gradient(chosen, step)
+            paths, roles = ([table[each] for each in chosen] for table in (PATHS, ROLE))
+            total += probability * drawn * plan_gradient(POLICY, step, paths, roles)
     alone = PROBABILITY[0] ** (SAMPLES - 1)
     expected = np.zeros(len(PREFIXES))
     for path, said_by, rewards, chance in zip(PATHS, ROLE, REWARDS * [1.0, 1.0 - alone], PROBABILITY, strict=True):

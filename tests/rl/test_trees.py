@@ -1,7 +1,4 @@
-"""Law 2 for trees: over all trees of a small policy, the expected estimate is the gradient of the expected reward.
-
-Each classic mistake, made on purpose, fails by the same sum. The figures beside them are shares of the true gradient.
-"""
+"""Law 2 for trees: over all trees of a small policy, the expected estimate is the gradient of the expected reward."""
 
 from __future__ import annotations
 
@@ -9,137 +6,75 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
 
-from megatron_dppo.config import replace
-from megatron_dppo.rl.trees import biased_settings, first_slots, node_values, tree_advantages
-from megatron_dppo.rl.types import Floats
-from tests.rl.tree_toy import PREFIXES, Forests, forests, fork_at, fork_by_entropy, listed, toy, tree_of
+from megatron_dppo.config import Config, RolloutConfig, replace
+from megatron_dppo.rl.advantages import completion_advantages
+from megatron_dppo.rl.trees import (
+    ForkStatistics,
+    biased_settings,
+    first_slots,
+    interval,
+    tree_advantages,
+    variance_parts,
+)
+from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata
+from tests.rl.integration import all_plans
+from tests.rl.plans import plan, step_config, step_metadata
+from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, fork_by_entropy, plan_gradient, toy
 
 PLAIN = toy()
 STOPPING = toy((0,), (1, 0))
+SHORT = toy((0, 0), (0, 1), (1, 0))
 SURE_FIRST = dataclasses.replace(PLAIN, logits=PLAIN.logits | {(): 1.5})
 """Entropies above 0.65 after 0 and after 1 0, and above 0.6 after 1."""
 SURE_SHORT = dataclasses.replace(SURE_FIRST, ends=frozenset({(0, 1), (1, 1)}))
-TRUNK, LEAF = slice(0, 1), slice(1, len(PREFIXES))
-"""Parameters of the tokens before and after a fork at 1."""
 
 CASES: dict[str, Callable[[], Forests]] = {
-    "one level": lambda: forests(PLAIN, (2, 2), fork_at(1)),
+    "one level": lambda: forests(SHORT, (2, 2), fork_at(1)),
     "three roots": lambda: forests(toy((0, 0), (1, 0), (1, 1), (0, 1)), (3, 2), fork_at(1)),
     "three children": lambda: forests(PLAIN, (2, 3), fork_at(2)),
     "two levels": lambda: forests(PLAIN, (2, 2, 2), fork_at(1, 2)),
+    "early stop": lambda: forests(STOPPING, (2, 2), fork_at(1)),
     "early stops": lambda: forests(STOPPING, (2, 2, 2), fork_at(1, 2)),
     "entropy": lambda: forests(SURE_FIRST, (2, 2), fork_by_entropy(SURE_FIRST, 0.65)),
     "entropy, two levels": lambda: forests(SURE_SHORT, (2, 2, 2), fork_by_entropy(SURE_SHORT, 0.6, 0.65)),
-    "pruned before": lambda: forests(PLAIN, (2, 3), fork_at(2), keep=(0.4,)),
+    "pruned before": lambda: forests(toy((0, 0), (0, 1), (1, 0), (1, 1)), (2, 2), fork_at(1), keep=(0.4,)),
+    "pruned before, three children": lambda: forests(PLAIN, (2, 3), fork_at(2), keep=(0.4,)),
     "pruned before, two levels": lambda: forests(STOPPING, (2, 2, 2), fork_at(1, 2), keep=(0.6, 0.3)),
 }
-_known: dict[str, Forests] = {}
 
 
+@cache
 def case(name: str) -> Forests:
-    if name not in _known:
-        _known[name] = CASES[name]()
-    return _known[name]
+    return CASES[name]()
 
 
-def planned(given: Forests, **settings: object) -> Floats:
+def advantages(given: Forests, **settings: object) -> Floats:
     return tree_advantages(given.rewards, given.segments, replace(given.tree, **settings))
 
 
 @pytest.mark.parametrize("baseline", ["siblings", "roots", "mixed"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_expected_estimate_is_the_gradient_of_the_expected_reward(name: str, baseline: str) -> None:
-    assert case(name).error(planned(case(name), baseline=baseline)) < 1e-12
-
-
-def test_the_cases_are_what_their_names_say() -> None:
-    entropy, stops, pruned = (case(name) for name in ("entropy", "early stops", "pruned before, two levels"))
-    assert set(np.unique(entropy.forks)) == {1, 2, 3}, "some never fork, others at several places"
-    assert ((stops.forks == stops.lengths[..., None]).sum(axis=-1) == 1).any(), "ended between its two forks"
-    assert (case("entropy, two levels").segments["tokens"][..., 1] == 0).any(), "two forks at the same place"
-    assert set(np.unique(pruned.segments["weight"][..., 1])) == {0.0, 1.0, 1 / 0.6}
+def test_expected_estimate_is_the_gradient_of_the_expected_reward(name: str, baseline: str) -> None:
+    assert case(name).error(advantages(case(name), baseline=baseline)) < 1e-12
 
 
 @pytest.mark.parametrize("settings", [{"baseline": "depth"}, {"fusion": "probability"}, {"depths": (0, 2)}], ids=str)
-def test_a_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> None:
+def test_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> None:
     given = case("two levels")
     assert list(biased_settings(replace(given.tree, **settings)))
     assert not list(biased_settings(given.tree))
-    assert given.error(planned(given, **settings)) > 0.05
+    assert given.error(advantages(given, **settings)) > 0.05
 
 
-def by_level(given: Forests, baseline: Callable[[list[Floats], int], Floats]) -> Floats:
-    """V(u) − b(u) with a baseline from the V of all levels, by slots."""
-    values = node_values(given.rewards, given.segments, given.tree)
-    slots = [np.repeat(v, given.rewards.shape[1] // v.shape[1], axis=1) for v in values]
-    return np.stack([slots[level] - baseline(slots, level) for level in range(len(slots))], axis=-1)
-
-
-def group_mean(slots: list[Floats], level: int) -> Floats:
-    return slots[-1].mean(axis=1, keepdims=True)
-
-
-def other_leaves(slots: list[Floats], level: int) -> Floats:
-    """RLOO's: for each leaf the mean of all others, whose mean a node then has."""
-    leaves = slots[-1].shape[1]
-    return (slots[-1].sum(axis=1, keepdims=True) - slots[level]) / (leaves - 1)
-
-
-def parents_value(slots: list[Floats], level: int) -> Floats:
-    return slots[level - 1] if level else group_mean(slots, level)
-
-
-@pytest.mark.parametrize(
-    ("baseline", "trunk", "leaf"),
-    [(group_mean, 1 / 2, 5 / 6), (other_leaves, 3 / 5, 1.0), (parents_value, 1 / 2, 2 / 3)],
-)
-def test_a_baseline_with_the_segments_own_reward_in_it_loses_gradient(
-    baseline: Callable[[list[Floats], int], Floats], trunk: float, leaf: float
-) -> None:
-    """K = 2, M = 3. A mean over the leaves has half of the trunk's gradient."""
-    given = forests(toy((0, 0), (0, 1), (1, 0), (1, 1)), (2, 3), fork_at(1))
-    assert given.error(planned(given)) < 1e-12
-    segments = by_level(given, baseline)
-    assert given.share(segments, TRUNK) == pytest.approx(trunk, abs=1e-12)
-    assert given.share(segments, LEAF) == pytest.approx(leaf, abs=1e-12)
-
-
-def test_leaves_that_all_count_alike_are_biased_where_some_ended_early() -> None:
-    given = case("early stops")
-    slots = np.arange(given.rewards.shape[1])
-    once = first_slots(given.segments, given.tree) == slots
-    each = np.where(once, 1.0 / once.sum(axis=1, keepdims=True), 0.0) * len(slots)
-    segments = by_level(given, lambda values, level: np.zeros_like(values[0]))
-    assert given.error(segments) < 1e-12, "no baseline is one, too"
-    assert given.error(segments * each[..., None]) > 0.05
-
-
-def test_forks_chosen_in_hindsight_are_biased() -> None:
-    """Before the least likely token of a finished path."""
-
-    def grown():
-        for p, path in PLAIN.responses():
-            chances = [PLAIN.probability(path[:t], path[t]) for t in range(1, len(path))]
-            at = 1 + int(np.argmin(chances))
-            for q, other in PLAIN.responses(path[:at]):
-                yield p * q, [(path, (at,), (1.0,)), (other, (at,), (1.0,))]
-
-    roots = list(grown())
-    given = listed(PLAIN, tree_of((2, 2)), ((one, other) for one in roots for other in roots))
-    assert given.error(planned(given)) > 0.05
-
-
-def written_out(given: Forests, outcome: int, baseline: str) -> dict[tuple[object, int], float]:
-    """G·ω_u·weight·(V(u) − b(u)) of every node, by the tokens on its path and its level, node by node."""
-    children, rewards, weights = (
-        given.tree.children(given.rewards.shape[1]),
-        given.rewards[outcome],
-        given.segments["weight"][outcome, :, 1:],
-    )
+def write_out(given: Forests, outcome: int, baseline: str) -> dict[tuple[object, int], float]:
+    """Return G·ω_u·weight·(V(u) − b(u)) of every node, by the tokens on its path and its level."""
+    rewards, weights = given.rewards[outcome], given.segments["weight"][outcome, :, 1:]
+    children = given.tree.children(len(rewards))
     below = [math.prod(children[level + 1 :]) for level in range(len(children))]
     total: dict[tuple[object, int], float] = defaultdict(float)
 
@@ -171,18 +106,133 @@ def written_out(given: Forests, outcome: int, baseline: str) -> dict[tuple[objec
 
 
 @pytest.mark.parametrize("baseline", ["siblings", "roots", "mixed"])
-@pytest.mark.parametrize("name", ["early stops", "entropy, two levels", "pruned before, two levels"])
-def test_what_is_trained_on_is_the_formula_written_out_node_by_node(name: str, baseline: str) -> None:
-    """And a path in several slots is trained on once."""
+@pytest.mark.parametrize("name", ["entropy, two levels", "pruned before, two levels"])
+def test_advantages_are_the_formula_written_out_node_by_node(name: str, baseline: str) -> None:
+    """A path in several slots is trained on once."""
     given = case(name)
-    segments = planned(given, baseline=baseline)
+    segments = advantages(given, baseline=baseline)
     repeated = first_slots(given.segments, given.tree) != np.arange(given.rewards.shape[1])
     assert repeated.any() and (segments[repeated] == 0.0).all()
-    for outcome in range(0, len(given.probability), len(given.probability) // 40):
-        expected = written_out(given, outcome, baseline)
+    for outcome in range(0, len(given.probability), len(given.probability) // 12):
+        expected = write_out(given, outcome, baseline)
         found: dict[tuple[object, int], float] = defaultdict(float)
         for path, at, slot in zip(given.paths[outcome], given.forks[outcome], segments[outcome], strict=True):
             for level, end in enumerate([*at, len(path)]):
                 found[path[:end], level] += slot[level]
-        for node in expected.keys() | found.keys():
-            assert found[node] == pytest.approx(expected[node], abs=1e-12)
+        assert found.keys() >= expected.keys()
+        assert found == pytest.approx({node: expected.get(node, 0.0) for node in found}, abs=1e-12)
+
+
+def tree_config(given: Forests, rule: str, **loss: object) -> Config:
+    rollout = RolloutConfig(max_response_tokens=LONGEST, samples_per_prompt=given.rewards.shape[1], tree=given.tree)
+    return replace(step_config(rule=rule, name="dr_grpo", **loss), rollout=rollout)
+
+
+def tree_metadata(given: Forests, outcomes: slice = slice(None)) -> StepMetadata:
+    """Return one prompt for each outcome."""
+    segments = given.segments[outcomes]
+    fields = {"rewards": given.rewards[outcomes], "score_norms": np.sqrt(segments["square"].sum(axis=-1))}
+    return step_metadata(*segments.shape[:2], response_lengths=given.lengths[outcomes], segments=segments, **fields)
+
+
+@pytest.mark.parametrize("name", ["early stop", "pruned before"])
+def test_pruned_plan_is_unbiased_over_all_trees_and_draws(name: str) -> None:
+    given, total, pruned = case(name), 0.0, False
+    config = tree_config(given, "neyman")
+    for outcome, probability in enumerate(given.probability.tolist()):
+        tokens = given.segments["tokens"][outcome]
+        segments: list[Ints] = [np.repeat(np.arange(len(each)), each) for each in tokens]
+        for step, drawn in all_plans(tree_metadata(given, slice(outcome, outcome + 1)), config):
+            pruned |= drawn < 1.0
+            total += probability * drawn * plan_gradient(given.toy, step, given.paths[outcome], segments)
+    true = given.toy.gradient()
+    assert pruned
+    assert np.linalg.norm(total * LONGEST - true) < 1e-9 * np.linalg.norm(true)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_path_without_advantage_is_never_kept_without_a_kl_term(kl_coef: float) -> None:
+    given = case("early stop")
+    segments = advantages(given)
+    step = plan(tree_metadata(given), tree_config(given, "none", kl_coef=kl_coef))
+    kept = np.zeros(given.rewards.shape, bool)
+    kept[step.minibatches[0].samples.group, step.minibatches[0].samples.completion] = True
+    np.testing.assert_array_equal(kept, segments.any(axis=-1) | (kl_coef > 0.0))
+
+
+def test_score_of_a_path_is_the_norm_of_independent_segments() -> None:
+    given = case("two levels")
+    metadata, segments = tree_metadata(given), advantages(given)
+    expected = np.sqrt((segments**2 * given.segments["square"]).sum(axis=-1))
+    found = np.abs(completion_advantages(metadata, segments)) * metadata.score_norms
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
+def test_path_without_norms_has_the_root_mean_square_over_tokens() -> None:
+    segments = np.zeros((1, 1, 2), SEGMENT)
+    segments["tokens"] = 2, 6
+    part = step_metadata(1, 1, segments=segments)
+    found = completion_advantages(part, np.array([[[-4.0, 1.0]]]))
+    assert found[0, 0] == pytest.approx(-np.sqrt((2 * 16.0 + 6 * 1.0) / 8))
+    assert completion_advantages(part, np.array([[[0.0, 0.0]]]))[0, 0] == 0.0
+
+
+def test_parts_of_each_prompt_are_an_analysis_of_variance() -> None:
+    """[P, K, M, parameters], and squared norms alone."""
+    gradients = np.random.default_rng(1).normal(size=(6, 3, 4, 5))
+    gradients += np.random.default_rng(2).normal(size=(6, 3, 1, 5))
+    between, within = variance_parts(*((gradients.sum(axis=axes) ** 2).sum(axis=-1) for axes in ((), (2,), (1, 2))))
+    responses = gradients.mean(axis=2)
+    assert within == pytest.approx(gradients.var(axis=2, ddof=1).sum(axis=-1).mean(axis=1))
+    assert between == pytest.approx(responses.var(axis=1, ddof=1).sum(axis=-1) - within / 4)
+
+
+EVERYONE, MANY = np.arange(20), 10**6
+"""Prompts, and roots whose mean has no noise."""
+
+
+def statistics(within: float, after: float, of_rewards: float = 0.5, between: float | None = None) -> ForkStatistics:
+    parts = 1 - within if between is None else between, within, 1 - of_rewards, of_rewards, 100.0, 100.0 * (1 - after)
+    return ForkStatistics(*(np.full(20, part) for part in parts))
+
+
+def test_no_tree_beats_a_flat_group_where_variance_arises_evenly() -> None:
+    """(B + W)/((B + W/M)(a + M(1 − a))) has its largest value over all real M at 1 then."""
+    assert statistics(0.2, 0.2).gain(EVERYONE, MANY, 1) == pytest.approx(1.0)
+    assert all(statistics(0.2, 0.2).gain(EVERYONE, MANY, children) < 1.0 for children in range(2, 9))
+
+
+def test_best_tree_gains_what_the_best_split_of_tokens_gains() -> None:
+    """W/(B + W) = 0.9 after 0.1 of the tokens are left: M* = √(aW/(B(1 − a))) = 9."""
+    known = statistics(0.9, 0.1)
+    gains = [float(known.gain(EVERYONE, MANY, children)) for children in range(2, 20)]
+    most = 1.0 / (np.sqrt(0.9 * 0.1) + np.sqrt(0.1 * 0.9)) ** 2
+    assert 2 + int(np.argmax(gains)) == 9 and max(gains) == pytest.approx(most)
+    roots, children, gain = known.best(40)
+    assert roots * children <= 40 and 4 <= children <= 9 and 0.7 * most < gain.value < most
+    assert gain.low == pytest.approx(gain.high), "all prompts say the same"
+    assert known.best(3)[:2] == (2, 2), "the least tree that there is"
+
+
+def test_few_roots_make_a_noisy_baseline() -> None:
+    """Rewards of all roots drawn, and the mean of the other roots taken from those of one."""
+    rng, roots, children, within = np.random.default_rng(5), 3, 3, 0.3
+    rewards = rng.normal(size=(100_000, roots, 1)) * np.sqrt(1 - within)
+    rewards = rewards + rng.normal(size=(100_000, roots, children)) * np.sqrt(within)
+    tree = (rewards[:, 0, 0] - rewards[:, 1:].mean(axis=(1, 2))).var()
+    flat = 1.0 + 1.0 / (roots * children - 1)
+    known = statistics(0.5, 0.5, of_rewards=within)
+    noise = known.gain(EVERYONE, MANY, children) / known.gain(EVERYONE, roots, children)
+    assert noise == pytest.approx(tree / flat, rel=0.02)
+
+
+def test_interval_is_as_wide_as_prompts_differ() -> None:
+    """Means of 30 prompts, each 0 or 1: their share of ones is known to ± 0.18."""
+    late = np.random.default_rng(3).random(30) < 0.5
+    found = interval(lambda prompts: late[prompts].mean(axis=-1), 30)
+    assert found.value == late.mean()
+    assert found.high - found.low == pytest.approx(4 * np.sqrt(0.25 / 30), rel=0.2)
+
+
+def test_estimates_below_zero_count_as_none() -> None:
+    assert statistics(1.0, 0.5, between=-0.1).variance_after(EVERYONE) == 1.0

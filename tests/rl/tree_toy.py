@@ -6,11 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from megatron_dppo.config import BranchConfig, TreeConfig
-from megatron_dppo.rl.types import SEGMENT, Floats, Ints, Segments
+from megatron_dppo.rl.types import SEGMENT, Floats, Ints, Segments, StepPlan
 
 Tokens = tuple[int, ...]
 Slot = tuple[Tokens, tuple[int, ...], tuple[float, ...]]
@@ -83,16 +84,17 @@ class Forests:
     rewards: Floats
     segments: Segments
 
-    @property
+    @cached_property
     def lengths(self) -> Ints:
         """[Q, G]"""
         return self.segments["tokens"].sum(axis=-1)
 
-    @property
+    @cached_property
     def forks(self) -> Ints:
         """[Q, G, B], tokens before each fork; all of them where the path ended before."""
         return np.cumsum(self.segments["tokens"], axis=-1)[..., :-1]
 
+    @cached_property
     def scores(self) -> Floats:
         """[Q, G, LONGEST, parameters]"""
         place = {path: row for row, path in enumerate({path for group in self.paths for path in group})}
@@ -105,7 +107,7 @@ class Forests:
 
     def gradient(self, segments: Floats) -> Floats:
         """[Q, parameters], the estimate of each outcome: the mean over slots of Σ_t A_t ∇ log π_t."""
-        return np.einsum("qgt,qgtp->qp", self.of_tokens(segments), self.scores()) / self.rewards.shape[1]
+        return np.einsum("qgt,qgtp->qp", self.of_tokens(segments), self.scores) / self.rewards.shape[1]
 
     def expected(self, segments: Floats) -> Floats:
         """[parameters]"""
@@ -116,10 +118,21 @@ class Forests:
         true = self.toy.gradient()
         return float(np.linalg.norm(self.expected(segments) - true) / np.linalg.norm(true))
 
-    def share(self, segments: Floats, parameters: slice) -> float:
-        """How much of the true gradient of some parameters the expected one has, along its direction."""
-        true = self.toy.gradient()[parameters]
-        return float(self.expected(segments)[parameters] @ true / (true @ true))
+
+def plan_gradient(policy: Toy, step: StepPlan, paths: Sequence[Tokens], segments: Sequence[Ints]) -> Floats:
+    """Return the on-policy gradient of a plan of one prompt, Σ over kept paths of scale · Σ_t A_t ∇log π_t.
+
+    Args:
+        policy: what generated.
+        step: the plan.
+        paths: of the prompt's completions.
+        segments: for each of them the segment of every token.
+    """
+    samples, total = step.minibatches[0].samples, np.zeros(len(PREFIXES))
+    for k, slot in enumerate(samples.completion):
+        advantage = samples.advantage[k, segments[slot]]
+        total += samples.scale[k] * advantage @ policy.scores(paths[slot])[: len(advantage)]
+    return total
 
 
 def forests(policy: Toy, children: Sequence[int], fork_here: ForkHere, keep: Sequence[float] = ()) -> Forests:
