@@ -17,13 +17,13 @@ from tests.integrations.trl_steps import ACCUMULATED, SAMPLES, draws, gradient, 
 
 
 def lopsided(completions: list[str], **_: object) -> list[float]:
-    """On rank 1 only the first group may have unequal rewards."""
+    """Return rewards of which on rank 1 only the first group may be unequal."""
     found = odd(completions)
     return found if distributed.get_rank() == 0 else found[:SAMPLES] + [0.0] * (len(found) - SAMPLES)
 
 
 class Watched(PrunedGRPOTrainer):
-    """Notes how many rows of a draw a rank had, and has."""
+    """Trainer that records the rows of a rank before and after rows have moved."""
 
     def _levelled(self, kept: list[Row]) -> tuple[list[Row], int]:
         mine, most = super()._levelled(kept)
@@ -31,7 +31,7 @@ class Watched(PrunedGRPOTrainer):
         return mine, most
 
 
-def of_all(value: float | torch.Tensor) -> torch.Tensor:
+def gather(value: float | torch.Tensor) -> torch.Tensor:
     """[ranks, …]"""
     local = torch.as_tensor(value)
     every = [torch.empty_like(local) for _ in range(distributed.get_world_size())]
@@ -43,12 +43,12 @@ def check(policy: Path, folder: Path, loss_type: str) -> None:
     case = {"loss_type": loss_type, "rewards": lopsided, "num_iterations": 2}
     plain, pruned = trainer(policy, folder, **case), trainer(policy, folder, Watched, pruning=Pruning(0.3), **case)
     loaded = [rolled_out(made, ACCUMULATED) for made in (plain, pruned)]
-    assert not torch.equal(*of_all(pruned._buffered_inputs[0]["completion_ids"][:, 0]))
-    full = of_all(gradient(plain, loaded[0], ACCUMULATED)).mean(dim=0)
+    assert not torch.equal(*gather(pruned._buffered_inputs[0]["completion_ids"][:, 0]))
+    full = gather(gradient(plain, loaded[0], ACCUMULATED)).mean(dim=0)
     mean, moved = torch.zeros_like(full), 0
     for share in draws(pruned):
-        mean += share * of_all(gradient(pruned, loaded[1], ACCUMULATED)).mean(dim=0)
-        had, has = of_all(pruned.had).tolist(), of_all(pruned.has).tolist()
+        mean += share * gather(gradient(pruned, loaded[1], ACCUMULATED)).mean(dim=0)
+        had, has = gather(pruned.had).tolist(), gather(pruned.has).tolist()
         assert sum(had) == sum(has) and max(has) - min(has) <= 1
         moved += had != has
     assert moved
@@ -59,9 +59,9 @@ def main() -> None:
     policy, folder = map(Path, sys.argv[1:])
     check(policy, folder, "dr_grpo")
     check(policy, folder, "dapo")
-    parameters = of_all(trained(trainer(policy, folder, Watched, pruning=Pruning(0.3), rewards=lopsided)))
+    parameters = gather(trained(trainer(policy, folder, Watched, pruning=Pruning(0.3), rewards=lopsided)))
     assert torch.equal(parameters[0], parameters[1])
-    unpruned = of_all(trained(trainer(policy, folder, GRPOTrainer, rewards=lopsided)))
+    unpruned = gather(trained(trainer(policy, folder, GRPOTrainer, rewards=lopsided)))
     assert not torch.equal(parameters, unpruned)
     print("as expected", flush=True)
     distributed.destroy_process_group()

@@ -12,7 +12,13 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from megatron_dppo.integrations.trl import PrunedGRPOTrainer, Pruning
@@ -25,26 +31,32 @@ SAMPLES, ROWS, ACCUMULATED, LONGEST = 4, 4, 3, 8
 """Completions of a prompt, rows of a micro-batch, micro-batches of an optimizer step, most tokens of a completion."""
 
 
-def write_policy(place: Path) -> Path:
-    """A Qwen3 of 16 dimensions, with a token for each character of a sum."""
+def write_policy(place: Path, *, experts: int = 0) -> Path:
+    """Write a Qwen3 of 16 dimensions, with a token for each character of a sum."""
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
     torch.manual_seed(0)
-    shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=8)
-    config = Qwen3Config(vocab_size=len(WORDS), num_key_value_heads=1, pad_token_id=0, eos_token_id=1, **shape)
-    Qwen3ForCausalLM(config).save_pretrained(place)
+    shape: dict[str, Any] = dict(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        head_dim=8, num_key_value_heads=1, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    if experts:
+        shape |= dict(num_experts=experts, num_experts_per_tok=1, moe_intermediate_size=16)
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).save_pretrained(place)
+    else:
+        Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
 
 
 def odd(completions: list[str], **_: Any) -> list[float]:
-    """1 for an odd sum of characters."""
+    """Return 1 for an odd sum of characters."""
     return [float(sum(map(ord, text)) % 2) for text in completions]
 
 
 def long(completions: list[str], **_: Any) -> list[float | None]:
-    """In proportion to the length, and nothing for completions without a letter."""
+    """Return the length, scaled, and None for empty completions."""
     return [len(text) / 8 if text else None for text in completions]
 
 
@@ -79,7 +91,7 @@ def trainer(policy: Path, folder: Path, kind: type = GRPOTrainer, **options: Any
 
 
 def rolled_out(made: GRPOTrainer, begin: int) -> Any:
-    """Generate a batch, move the policy away from it, and stand before micro-batch ``begin``; the loader's batch."""
+    """Generate a batch and move the policy away from it. Returns the loader's batch, before micro-batch ``begin``."""
     made.model.train()
     made.current_gradient_accumulation_steps = made.args.gradient_accumulation_steps
     loaded = next(iter(made.get_train_dataloader()))
@@ -95,7 +107,7 @@ def rolled_out(made: GRPOTrainer, begin: int) -> Any:
 
 
 def gradient(made: GRPOTrainer, loaded: Any, begin: int) -> torch.Tensor:
-    """The gradient of one optimizer step, by the trainer's own micro-steps; [parameters]."""
+    """Return the gradient of one optimizer step, by the trainer's own micro-steps; [parameters]."""
     made.model.zero_grad()
     made._step = begin
     for _ in range(made.args.gradient_accumulation_steps):
@@ -104,7 +116,7 @@ def gradient(made: GRPOTrainer, loaded: Any, begin: int) -> torch.Tensor:
 
 
 def draws(pruned: PrunedGRPOTrainer) -> Iterator[float]:
-    """The probability of each outcome of the draw, which the trainer's next optimizer step then has."""
+    """Yield the probability of each outcome of the draw, while the trainer's next optimizer step has that outcome."""
     candidates, pruning = pruned._candidates, pruned.pruning
     _, inclusion = draw_from(candidates, pruning.budget, rule=pruning.rule, generated=1.0, seed=0)
     order = np.lexsort((candidates.advantage.ravel(), np.indices(inclusion.shape)[0].ravel()))
@@ -122,7 +134,7 @@ def relative_error(
     budget: float = 0.5,
     **case: Any,
 ) -> float:
-    """Of the mean pruned gradient over all offsets of the draw, from that of the trainer without pruning."""
+    """Compare the mean pruned gradient over all offsets with the gradient of the trainer without pruning."""
     begin = ACCUMULATED
     pruning = Pruning(budget=budget, max_weight=4.0)
     plain, pruned = trainer(policy, folder, **case), trainer(policy, folder, PrunedGRPOTrainer, pruning=pruning, **case)
@@ -139,6 +151,6 @@ def relative_error(
 
 
 def trained(made: GRPOTrainer, **options: Any) -> torch.Tensor:
-    """The parameters at the end of a training."""
+    """Train, and return the parameters."""
     made.train(**options)
     return torch.cat([parameter.detach().flatten() for parameter in made.model.parameters()])
