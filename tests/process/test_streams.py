@@ -1,13 +1,16 @@
-"""A run whose log nobody reads any more goes on; on a terminal of ASCII it says the same in ASCII."""
+"""A run outlives the readers of its log, writes ASCII to terminals of ASCII, and reports its progress."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from megatron_dppo.process.streams import Unit, progress
 
 SAYS = """
 import os, sys, time
@@ -26,27 +29,21 @@ with open(sys.argv[1], "w") as file:  # must not have become the standard output
     file.write("went on")
 sys.exit(5)
 """
-CLOSED, FULL = 'exec "$0" -c "$1" "$2" child >&-', 'exec "$0" -c "$1" "$2" >/dev/full'
 
 
-def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SAYS, tmp_path / "file", "child"]
+@pytest.mark.parametrize("words", ["child >&-", ">/dev/full", "child"])
+def test_a_run_outlives_its_output(words: str, tmp_path: Path) -> None:
+    """An output is closed, full, or a pipe without a reader."""
+    command = ["bash", "-c", f'exec "$0" -c "$1" "$2" {words}', sys.executable, SAYS, tmp_path / "file"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
         process.stdout.close()
         _, said = process.communicate("go on\n", timeout=60)
     assert process.returncode == 5, said
     assert (tmp_path / "file").read_text() == "went on"
-    assert said == "note  standard output cannot be written to (Broken pipe): the run goes on without it\n"
-
-
-@pytest.mark.parametrize("how", [CLOSED, FULL])
-def test_a_run_outlives_an_output_that_takes_nothing(how: str, tmp_path: Path) -> None:
-    command = ["bash", "-c", how, sys.executable, SAYS, tmp_path / "file"]
-    ended = subprocess.run(command, input="go on\n", capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 5, ended.stderr
-    assert (tmp_path / "file").read_text() == "went on"
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in said
+    if words == "child":
+        assert said == "note  standard output cannot be written to (Broken pipe): the run goes on without it\n"
 
 
 SHOWS = """
@@ -63,22 +60,89 @@ Console().print(table)
 
 
 @pytest.mark.parametrize(
-    ("as_a", "locale", "row"),
+    ("program", "locale", "row"),
     [
         ("command", {"LANG": "C"}, "| 1 - / # n\xc3\xa9 |"),
-        ("rank", {"LANG": "C"}, "| 1 - / # n\xc3\xa9 |"),
         ("rank", {"LC_ALL": "POSIX"}, "| 1 - / # n\xc3\xa9 |"),
         ("rank", {"LANG": "C.UTF-8"}, "│ 1 – ⏎ █ né │"),
-        ("command", {}, "│ 1 – ⏎ █ né │"),
         ("command", {"PYTHONIOENCODING": "latin-1", "LANG": "C.UTF-8"}, "| 1 - / # n\xe9 |"),
     ],
     ids=str,
 )
-def test_a_terminal_of_ascii_is_shown_no_other_signs(as_a: str, locale: dict[str, str], row: str) -> None:
+def test_a_terminal_of_ascii_is_sent_ascii(program: str, locale: dict[str, str], row: str) -> None:
     environ = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ} | locale
-    command = [sys.executable, "-c", SHOWS, as_a]
-    shown = subprocess.run(command, env=environ, capture_output=True, timeout=60, check=True).stdout
+    shown = subprocess.run([sys.executable, "-c", SHOWS, program], env=environ, capture_output=True, check=True).stdout
     expected = row.encode("latin-1") if row.startswith("|") else row.encode()
     assert expected in shown.splitlines(), shown
     letters = shown.decode("utf-8", errors="replace").replace("é", "").replace("\ufffd", "")
     assert letters.isascii() == row.startswith("|")
+
+
+BAR = """
+from megatron_dppo.process.streams import progress_bar
+with progress_bar("problems", 4, done=1) as advance, progress_bar("others", 1, shown=False) as silent:
+    print(advance is None, silent is None)
+    if advance:
+        advance(3, "50.0% right")
+"""
+
+
+@pytest.mark.parametrize("open_pair", [os.openpty, os.pipe])
+def test_a_bar_is_drawn_at_a_terminal_alone(open_pair: object) -> None:
+    ours, theirs = open_pair()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-c", BAR]
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=theirs, text=True, check=True)
+    os.write(theirs, b".")
+    shown = os.read(ours, 2**16).decode()
+    if open_pair is os.pipe:
+        assert (done.stdout, shown) == ("True True\n", ".")
+    else:
+        assert done.stdout == "False True\n", "nothing is printed above the bar"
+        assert all(words in shown for words in ("problems", "1/4", "4/4", "50.0% right")), shown
+
+
+@pytest.fixture
+def always_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_dppo.process.streams.SAY_EVERY_S", 0.0)
+
+
+@pytest.mark.usefixtures("always_say")
+@pytest.mark.parametrize(
+    ("unit", "total", "steps", "lines", "last"),
+    [
+        ("count", 2000, (500, 1500), ["500 of 2,000, well", "2,000 of 2,000, well"], "2,000 in 0"),
+        ("bytes", 4e9, (1e9,), ["1.00 of 4.00 GB, well"], "4.00 GB in 0"),
+        ("share", 1.0, (0.25,), ["25%, well"], "done in 0"),
+    ],
+)
+def test_lines_report_progress_in_their_unit(
+    unit: Unit,
+    total: float,
+    steps: tuple[float, ...],
+    lines: list[str],
+    last: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress("work", total, unit=unit) as advance, progress("others'", 1, shown=False) as silent:
+        for step in steps:
+            advance(step, "well")
+        silent(1)
+    *said, end = capsys.readouterr().err.splitlines()
+    assert said == [f"work: {line}, 0 s left" for line in lines]
+    assert end.startswith(f"work: {last}")
+
+
+@pytest.mark.usefixtures("always_say")
+def test_work_may_grow_and_earlier_work_takes_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("work", 2) as advance:
+        advance(0, to_do=2)
+        advance(4)
+    said, end = capsys.readouterr().err.splitlines()
+    assert said == "work: 4 of 4, 0 s left" and end.startswith("work: 4 in 0")
+    with progress("work", 1000, done=999) as advance:
+        time.sleep(0.1)
+        advance(0.1)
+    first, end = capsys.readouterr().err.splitlines()
+    assert first.startswith("work: 999 of 1,000, ") and not first.endswith(" 0 s left")
+    assert end.startswith("work: 1 in 0")
