@@ -1,74 +1,59 @@
-"""Faults put in by hand: each context manager patches the trainer's code in the rehearsal's process."""
+"""Faults put in by hand: each patches a function of the trainer in the rehearsal's process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 
 from megatron_dppo.models import actor as actor_module
-from megatron_dppo.models import microbatch, policy_head
+from megatron_dppo.models import policy_head
 from megatron_dppo.trainer.learner import PolicyLoss
 
+Function = Callable[..., Any]
 
-@contextmanager
-def item_in_loss() -> Iterator[None]:
-    """The loss reads its value for each pack."""
-    plain = PolicyLoss.__call__
 
-    def reading(self: PolicyLoss, responses: Any) -> Any:
-        loss, sums = plain(self, responses)
+def read_loss(plain: Function) -> Function:
+    def compute_loss(*arguments: Any) -> Any:
+        loss, sums = plain(*arguments)
         loss.item()
         return loss, sums
 
-    with mock.patch.object(PolicyLoss, "__call__", reading):
-        yield
+    return compute_loss
 
 
-@contextmanager
-def float32_product() -> Iterator[None]:
-    """The head multiplies in float32, without tensor cores."""
-
-    def in_float32(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
+def multiply_in_float32(plain: Function) -> Function:
+    def multiply(hidden: torch.Tensor, vocabulary: torch.Tensor, out: torch.Tensor) -> None:
         torch.mm(hidden.float(), vocabulary.float().t(), out=out)
 
-    with mock.patch.object(policy_head, "logits_of", in_float32):
-        yield
+    return multiply
 
 
-@contextmanager
-def host_tensor() -> Iterator[None]:
-    """The advantages of a pack stay on the host."""
-    plain = microbatch.to_device
-
-    def forgetting(batch: Any, *more: Any) -> Any:
-        arrays = plain(batch, *more)
+def leave_advantages_on_host(plain: Function) -> Function:
+    def place(*arguments: Any) -> Any:
+        arrays = plain(*arguments)
         object.__setattr__(arrays, "advantage", torch.zeros(arrays.advantage.shape))
         return arrays
 
-    with mock.patch.object(actor_module, "to_device", forgetting):
-        yield
+    return place
 
 
-@contextmanager
-def kept_activation() -> Iterator[None]:
-    """Each pack's log-probabilities stay alive with their graph."""
-    plain, kept = PolicyLoss.__call__, []
+def keep_logprobs(plain: Function) -> Function:
+    """Keep each pack's log-probabilities alive with their graph."""
+    kept = []
 
-    def keeping(self: PolicyLoss, responses: Any) -> Any:
+    def compute_loss(loss: PolicyLoss, responses: Any) -> Any:
         kept.append(responses.logprobs)
-        return plain(self, responses)
+        return plain(loss, responses)
 
-    with mock.patch.object(PolicyLoss, "__call__", keeping):
-        yield
+    return compute_loss
 
 
-FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "item in the loss": item_in_loss,
-    "float32 product": float32_product,
-    "host tensor": host_tensor,
-    "kept activation": kept_activation,
+FAULTS: dict[str, tuple[Any, str, Callable[[Function], Function]]] = {
+    "item in the loss": (PolicyLoss, "__call__", read_loss),
+    "float32 product": (policy_head, "logits_of", multiply_in_float32),
+    "host tensor": (actor_module, "to_device", leave_advantages_on_host),
+    "kept activation": (PolicyLoss, "__call__", keep_logprobs),
 }
+"""By name: where the function is, its name, and how it changes."""

@@ -10,7 +10,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron_dppo.models.policy_head_triton  # noqa: F401
-from megatron_dppo.config import Config, LossConfig, ModelConfig, OptimizerConfig
+from megatron_dppo.config import Config, LossConfig, OptimizerConfig
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import FUSED, held_bytes, layer_elements, rank_elements
 from megatron_dppo.estimate.workload import Placement, Setup
@@ -43,7 +44,7 @@ from megatron_dppo.trainer.learner import PolicyLoss
 from megatron_dppo.trainer.shard_writer import Stage
 from tests.rehearsal.cases import CASES, Case, config_of, write_policies
 from tests.rehearsal.faults import FAULTS
-from tests.steps import build, step_of_groups, weights_of
+from tests.steps import build, size_of, step_of_groups, weights_of
 
 BF16, TOKENS = 2, 2048
 WIDTHS = {"bf16": 2, "fp32": 4}
@@ -52,24 +53,21 @@ SUMS = ("tokens", "fresh_tokens", "train/loss", "train/rollout_logprob_abs_diff"
 
 
 def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
+    """Play each name, "CASE" or "WORK: CASE", and write a line of JSON for each."""
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder, out.open("w") as file:
         policies = write_policies(Path(folder))
         gc.collect()
         gc.freeze()  # later collections skip the modules: a case collects five times
         for name in names:
-            fault, _, case = name.rpartition(": ")
+            work, _, case = name.rpartition(": ")
             began = time.perf_counter()
             with ExitStack() as stack:
-                stack.enter_context(FAULTS.get(fault, ExitStack)())
+                if work in FAULTS:
+                    owner, function, change = FAULTS[work]
+                    stack.enter_context(mock.patch.object(owner, function, change(getattr(owner, function))))
                 try:
-                    if fault == "memory":
-                        found = measure_memory(mode, CASES[case])
-                    elif fault == "staging":
-                        found = stage_tensors(mode)
-                    elif fault == "engine":
-                        found = play_engine(mode, policies[case])
-                    elif fault == "activations":
-                        found = measure_activations(mode, CASES[case])
+                    if work in WORK:
+                        found = WORK[work](mode, CASES[case], policies)
                     else:
                         found = play(mode, CASES[case], policies, Path(folder) / "run")
                 except Exception as error:  # reported by the test
@@ -79,14 +77,23 @@ def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
             print(json.dumps({"name": name, **found}), file=file, flush=True)
 
 
+@contextmanager
+def on_rank(mode: RehearsalMode, case: Case) -> Iterator[None]:
+    """Play in the place of a case's rank; the host reads what its passes are known to read, and two experts."""
+    reads = known_reads(mode, case.config.layout, 2 if case.expert_layers else 0)
+    with one_rank(size_of(case.config.layout), case.rank), mode, reads:
+        yield
+
+
 def play(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) -> dict[str, Any]:
-    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if case.model.get("deterministic") else {}
-    with mock.patch.dict(os.environ, environment), one_rank(case.ranks, case.rank), mode, reads_of(mode, case):
-        return _steps(mode, case, policies, run)
+    """Return the book of the second of two training steps, and memory that is left."""
+    environment = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if case.config.model.deterministic else {}
+    with mock.patch.dict(os.environ, environment), on_rank(mode, case):
+        return _steps(mode, case, config_of(case, policies[case.policy], run))
 
 
-def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path) -> dict[str, Any]:
-    config, book = config_of(case, policies, run), mode.book
+def _steps(mode: RehearsalMode, case: Case, config: Config) -> dict[str, Any]:
+    book = mode.book
     book.pinned.clear()
     book.clear()
     world, learner, policy = build(config)
@@ -134,8 +141,8 @@ def _steps(mode: RehearsalMode, case: Case, policies: dict[str, Path], run: Path
     return found
 
 
-def stage_tensors(mode: RehearsalMode) -> dict[str, Any]:
-    """Devices and sizes of a checkpoint's tensors on the host, which stand on the device or on the host before."""
+def stage_tensors(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
+    """Return devices and sizes of a checkpoint's staged tensors, from the device and from the host."""
     with mode:
         empty, full = torch.empty((0, 3), device="cuda"), torch.empty((2, 3), device="cuda")
         found = {}
@@ -145,8 +152,9 @@ def stage_tensors(mode: RehearsalMode) -> dict[str, Any]:
     return found
 
 
-def play_engine(mode: RehearsalMode, policy: Path) -> dict[str, Any]:
-    """Waits of the local engine for six completions, of which each look of the host finds one that has ended."""
+def play_engine(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
+    """Return waits of the local engine for six completions; each look of the host finds one that has ended."""
+    policy = policies[case.policy]
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
     model.requires_grad_(False)
 
@@ -172,42 +180,44 @@ def play_engine(mode: RehearsalMode, policy: Path) -> dict[str, Any]:
     return {"waits": waits}
 
 
-def measure_memory(mode: RehearsalMode, case: Case) -> dict[str, Any]:
-    """Bytes of an actor's weights, gradients and optimizer, and the plan's, for a wide shape with little padding."""
-    layout = case.layout
-    shape = dataclasses.replace(PUBLISHED["qwen3-0.6b"], num_layers=2, vocab_size=4096)
-    if case.policy == "moe":
-        shape = dataclasses.replace(PUBLISHED["qwen3-30b-a3b"], num_layers=2, vocab_size=4096, experts=4)
-    model, optimizer = ModelConfig(spec="te", dtype="bf16", **case.model), OptimizerConfig(**case.optimizer)
-    placement = Placement(layout, ranks=case.ranks, servers=(1,), shared=True, gpus=case.ranks)
-    setup = Setup(Config(model=model, layout=layout, optimizer=optimizer), shape, placement, Assumptions())
-    with one_rank(case.ranks, case.rank), mode:
+def wide_shape(case: Case, **experts: int) -> PolicyShape:
+    """Return a published width with little padding, two layers, and a small vocabulary."""
+    moe = case.policy == "moe"
+    shape = PUBLISHED["qwen3-30b-a3b" if moe else "qwen3-0.6b"]
+    return dataclasses.replace(shape, num_layers=2, vocab_size=4096, **experts if moe else {})
+
+
+def measure_memory(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
+    """Return bytes of an actor's weights, gradients and optimizer, and the plan's."""
+    ranks, layout = size_of(case.config.layout), case.config.layout
+    placement = Placement(layout, ranks=ranks, servers=(1,), shared=True, gpus=ranks)
+    setup = Setup(case.config, wide_shape(case, experts=4), placement, Assumptions())
+    with one_rank(ranks, case.rank), mode:
         world = initialize(layout, seed=1, timeout_s=60.0)
         rehearsed, _ = actor_of(mode.book, setup, world)
         planned = held_bytes(setup, world.pp_rank)
     return {"memory": {part: [size, planned[part]] for part, size in rehearsed.items()}}
 
 
-def measure_activations(mode: RehearsalMode, case: Case) -> dict[str, Any]:
-    """Elements that a layer keeps of a token for its backward pass, and the plan's: the peaks of four layers and of two
-    differ by that alone."""
-    shape = dataclasses.replace(PUBLISHED["qwen3-0.6b"], vocab_size=4096)
-    if case.policy == "moe":
-        shape = dataclasses.replace(PUBLISHED["qwen3-30b-a3b"], vocab_size=4096, experts=4, experts_per_token=2)
+def measure_activations(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
+    """Return the elements that a layer keeps of a token for its backward pass, and the plan's.
+
+    The peaks of four layers and of two differ by that alone.
+    """
+    shape, layout = wide_shape(case, experts=4, experts_per_token=2), case.config.layout
     few, many = (_peak(mode, case, dataclasses.replace(shape, num_layers=layers)) for layers in (2, 4))
-    kept = (many - few) * case.layout.cp / (2 * TOKENS * BF16)
-    return {"activations": [kept, layer_elements(shape, case.layout, FUSED)]}
+    kept = (many - few) * layout.cp / (2 * TOKENS * BF16)
+    return {"activations": [kept, layer_elements(shape, layout, FUSED)]}
 
 
 def _peak(mode: RehearsalMode, case: Case, shape: PolicyShape) -> int:
-    """Bytes at the peak of an update with one pack, above those before it."""
-    book, layout, each = mode.book, case.layout, TOKENS // 4
-    model, ids = ModelConfig(spec="te", dtype="bf16", **case.model), np.ones(each, np.int32)
-    with one_rank(case.ranks, case.rank), mode, reads_of(mode, case):
+    """Return bytes at the peak of an update with one pack, above the bytes before it."""
+    book, layout, each = mode.book, case.config.layout, TOKENS // 4
+    ids = np.ones(each, np.int32)
+    with on_rank(mode, case):
         world = initialize(layout, seed=1, timeout_s=60.0)
-        policy = actor_module.Actor(
-            shape, model, layout, OptimizerConfig(), world, temperature=1.0, load=lambda chunks: None
-        )
+        settings = (shape, case.config.model, layout, OptimizerConfig(), world)
+        policy = actor_module.Actor(*settings, temperature=1.0, load=lambda chunks: None)
         response = (ids[64:], np.zeros(each - 64, np.float32), np.ones(each - 64, bool))
         row = TrainingSample(ids[:64], *response, 1.0, 1.0 / each, version=0)
         pack = build_pack([row] * 4, TOKENS, pad_id=0, align=layout.row_multiple)
@@ -225,7 +235,7 @@ def _peak(mode: RehearsalMode, case: Case, shape: PolicyShape) -> int:
 
 
 def booked(mode: RehearsalMode) -> dict[str, Any]:
-    """The book of one step as JSON."""
+    """Return the book of one step as JSON."""
     book = mode.book
     kernels = (kernel for kernel in book.kernels if kernel.flops)
     products = Counter(f"{kernel.dtype} to {kernel.output} in {kernel.place}" for kernel in kernels)
@@ -233,11 +243,14 @@ def booked(mode: RehearsalMode) -> dict[str, Any]:
         "kernels": len(book.kernels),
         "waits": dict(book.waits),
         "products": dict(products),
-        "collectives": dict(book.collectives),
         "collective_bytes": dict(book.collective_bytes),
     }
 
 
-def reads_of(mode: RehearsalMode, case: Case) -> AbstractContextManager[None]:
-    """What the host reads of a case's passes; tokens go to two experts."""
-    return known_reads(mode, case.layout, 2 if case.expert_layers else 0)
+WORK: dict[str, Callable[[RehearsalMode, Case, dict[str, Path]], dict[str, Any]]] = {
+    "memory": measure_memory,
+    "staging": stage_tensors,
+    "engine": play_engine,
+    "activations": measure_activations,
+}
+"""Work other than training steps."""

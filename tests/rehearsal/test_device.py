@@ -12,37 +12,31 @@ from megatron_dppo.rehearse.device import build_device, library_of, load_device,
 from megatron_dppo.rehearse.transformer_engine import CompiledModule
 
 
-def test_a_missing_compiler_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
+
+
+def test_missing_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"install g\+\+|Install g\+\+"):
+    with pytest.raises(UserError, match=r"[iI]nstall g\+\+"):
         build_device()
+    with pytest.raises(UserError, match=r"install_te_python\.sh"):
+        python_folder()
+    compiler, te = missing_parts()
+    assert "g++" in compiler
+    assert "install_te_python.sh" in te
 
 
 def test_each_installation_of_torch_has_its_own_device(tmp_path: Path) -> None:
-    """A device is linked to torch's folder: it must not be taken for that of an installation that is gone."""
+    """A device is linked to torch's folder: another installation must not take it."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "version.py").write_text("__version__ = '2.13.0'\n")
     assert library_of(tmp_path / "a") != library_of(tmp_path / "b")
 
 
-def test_missing_python_of_transformer_engine_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=r"install_te_python\.sh"):
-        python_folder()
-
-
-def test_what_a_rehearsal_requires_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    compiler, te = missing_parts()
-    assert "g++" in compiler
-    assert "install_te_python.sh" in te
-
-
-def test_an_installed_transformer_engine_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_DPPO_CACHE", str(tmp_path))
+def test_installed_transformer_engine_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REHEARSAL_TRANSFORMER_ENGINE", raising=False)
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
@@ -56,11 +50,11 @@ def test_an_installed_transformer_engine_is_found(tmp_path: Path, monkeypatch: p
         python_folder()
 
 
-def test_the_device_is_refused_after_torch() -> None:
+def test_device_is_refused_after_torch() -> None:
     with pytest.raises(RuntimeError, match="before torch is imported"):
         load_device()
 
 
-def test_a_function_without_a_stand_in_fails_by_name() -> None:
+def test_function_without_a_stand_in_fails_by_name() -> None:
     with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.swiglu has no stand-in"):
         CompiledModule("transformer_engine_torch").swiglu()

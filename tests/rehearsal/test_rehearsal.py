@@ -1,6 +1,6 @@
 """The GPU path, rehearsed on a device that computes nothing: settings that run, and exact bounds on their work.
 
-One process plays all cases: a rehearsal patches torch and cannot run within pytest. The main suite plays
+One process plays all cases: a rehearsal patches torch and cannot run within pytest. The second tier plays
 ``cases.SHARE``; with ``REHEARSAL_CASES=all`` every case. ``kernels.json`` has kernel counts for each release of
 Megatron-Core, and those that are others with a later Transformer Engine. They change only on purpose:
 
@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ PINNED = {
 }
 """Cases that pin memory of the model's size, and how many tensors of each type they pin for each weight. Of the
 optimizer's state it is only the moments: fake tensors have no address by which to tell master weights from weights."""
-FAULTY = tuple(f"{fault}: dense" for fault in ("item in the loss", "float32 product", "host tensor", "kept activation"))
+FAULTS = ("item in the loss", "float32 product", "host tensor", "kept activation")
 GROWTH = 1.02
 Found = dict[str, dict[str, Any]]
 
@@ -67,6 +68,8 @@ LEFT = (
 )  # fmt: skip
 """Functions whose memory may stay after a step: workspaces, counts, the last pack's input of a stage, its routing."""
 LAYERS, HIDDEN, BF16 = 4, 64, 2
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("test_rehearsal")]
+"""All tests wait for one fixture."""
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +77,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     if shutil.which("g++") is None and not ALL:
         pytest.skip("a rehearsal compiles a small C++ file: install g++")
     out = tmp_path_factory.mktemp("rehearsal") / "found.jsonl"
-    names = [*NAMES, *(f"memory: {name}" for name in MEMORY), *FAULTY]
-    names += ["engine: dense", "staging: dense"]
+    names = [*NAMES, *(f"memory: {name}" for name in MEMORY)]
+    names += [f"{work}: dense" for work in (*FAULTS, "engine", "staging")]
     names += [f"activations: {name}" for name in ACTIVATIONS if ALL]
     command = [sys.executable, "-m", "tests.rehearsal.play", str(out), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
@@ -95,78 +98,27 @@ def check_products(name: str, played: dict[str, Any]) -> None:
     """Products multiply bf16; main gradients are fp32. Torch's layers are exempt, and the router's two gradients."""
     others = {each: count for each, count in played["products"].items() if not each.startswith("torch.bfloat16 to")}
     case, passes = CASES[name], played["packs"] * played["updates"]
-    of_router = {ROUTER: 2 * case.expert_layers // case.layout.pp * passes} if case.expert_layers else {}
-    assert case.spec == "torch" or others == of_router
+    of_router = {ROUTER: 2 * case.expert_layers // case.config.layout.pp * passes} if case.expert_layers else {}
+    assert case.config.model.spec == "torch" or others == of_router
     assert played["main_grads"] == ["torch.float32"]
 
 
-def check_kept(played: dict[str, Any]) -> None:
-    """A step leaves no activation behind: neither more than the step before, nor any but what is made once or read
-    from the last pack."""
+def check_kept(name: str, played: dict[str, Any]) -> None:
+    """A step keeps no more memory than the step before, and only what is made once or read from the last pack."""
     assert played["kept"] == 0
     assert not [place for place in played["left"] if not place.endswith(LEFT)]
 
 
-def kernels_per_pack(played: dict[str, Any]) -> float:
-    return float(played["kernels"] / (played["packs"] * played["updates"]))
-
-
-def expected_waits(name: str, played: dict[str, Any]) -> dict[str, int]:
-    """Waits of a step by place."""
-    case, updates = CASES[name], played["updates"]
-    packs, last = played["packs"] * updates, case.layout.pp == 1 or (case.rank > 0 and case.layout.vpp == 1)
-    waits = {UPDATED: updates}  # sums of all packs, gradient norm, expert load, replayed routings
-    if last and (case.loss.kl_coef or case.loss.updates_per_rollout > 1):
-        waits[MEASURED] = updates  # all packs of an update
-    if case.optimizer.get("offload"):
-        waits[OFFLOADED] = updates
-    if case.spec == "torch" and case.share == "off":  # torch's layers are no path of speed
-        waits |= {f"copy to the host {ROTARY}": 2 * LAYERS * packs, f"item {ROTARY}": 2 * LAYERS * packs}
-        waits[SEGMENTS] = LAYERS * packs
-    if case.expert_layers:
-        passes = 1 + (case.model.get("recompute") == "selective") + (case.loss.updates_per_rollout > 1)
-        waits[DISPATCHED] = case.expert_layers // case.layout.pp * packs * passes
-    return waits
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_setting_runs(found: Found, name: str) -> None:
-    check_runs(found[name])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_host_waits_only_in_known_places(found: Found, name: str) -> None:
-    check_waits(name, found[name])
-
-
-def test_the_local_engine_waits_once_for_each_look_at_who_has_ended(found: Found) -> None:
-    """And three times for the results of a batch: stops, tokens, log-probabilities."""
-    check_runs(found["engine: dense"])
-    decoding = "copy to the host in megatron_dppo/rollout/decoding.py:Decoding"
-    assert found["engine: dense"]["waits"] == {f"{decoding}._retire": 6, f"{decoding}.paths": 3}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_products_multiply_bf16_and_main_gradients_are_fp32(found: Found, name: str) -> None:
-    check_products(name, found[name])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_keeps_no_memory(found: Found, name: str) -> None:
-    check_kept(found[name])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_loading_asks_the_device_once_whether_all_weights_are_finite(found: Found, name: str) -> None:
-    loaded = 1 + (CASES[name].loss.kl_coef > 0 and "lora" not in CASES[name].model)  # with the reference
-    waits = {place: count for place, count in found[name]["loading"].items() if place.endswith(":load_policy")}
+def check_loading(name: str, played: dict[str, Any]) -> None:
+    """Loading asks the device once whether all weights are finite, of the policy and of a reference."""
+    config = CASES[name].config
+    loaded = 1 + (config.loss.kl_coef > 0 and not config.model.lora.rank)
+    waits = {place: count for place, count in played["loading"].items() if place.endswith(":load_policy")}
     assert waits == {"copy to the host in megatron_dppo/bridge/load.py:load_policy": loaded}
 
 
-@pytest.mark.parametrize("name", [name for name in PINNED if name in NAMES])
-def test_pinned_memory_has_the_bytes_that_are_copied_to_it(found: Found, name: str) -> None:
-    """In blocks of 512 bytes, where torch would take powers of two. A checkpoint stages the weights."""
-    played = found[name]
+def check_pinned(name: str, played: dict[str, Any]) -> None:
+    """Pinned memory has the bytes that are copied to it, in blocks of 512 bytes. A checkpoint stages the weights."""
     needed = {part: times * played["room"][part] for part, times in PINNED[name].items()}
     of_size = {place: size for place, size in played["pinned"].items() if place not in OF_A_PACK}
     assert of_size == {PINNED_BY: sum(needed.values())}
@@ -174,8 +126,56 @@ def test_pinned_memory_has_the_bytes_that_are_copied_to_it(found: Found, name: s
         assert written < 1.2 * (played["room"]["bf16"] + 3 * played["room"]["fp32"])
 
 
-def test_a_checkpoint_leaves_no_tensor_on_the_device(found: Found) -> None:
-    """Not those without elements, either: a forked process must not touch the device."""
+def check_kernels(name: str, played: dict[str, Any]) -> None:
+    tables = json.loads(TABLE.read_text())
+    te = os.environ.get("REHEARSAL_TRANSFORMER_ENGINE", VERSIONS[0])
+    table = tables.setdefault(MEGATRON if te == VERSIONS[0] else f"{MEGATRON}, Transformer Engine {te}", {})
+    kernels_per_pack = played["kernels"] / (played["packs"] * played["updates"])
+    if os.environ.get("REHEARSAL_RECORD"):
+        table[name] = round(kernels_per_pack, 1)
+        TABLE.write_text(json.dumps(tables, indent=1) + "\n")
+    assert kernels_per_pack <= {**tables[MEGATRON], **table}[name] * GROWTH
+
+
+def expected_waits(name: str, played: dict[str, Any]) -> dict[str, int]:
+    """Return the waits of a step by place."""
+    case, updates = CASES[name], played["updates"]
+    config, layout = case.config, case.config.layout
+    packs, last = played["packs"] * updates, layout.pp == 1 or (case.rank > 0 and layout.vpp == 1)
+    again = config.loss.updates_per_rollout > 1
+    waits = {UPDATED: updates}  # sums of all packs, gradient norm, expert load, replayed routings
+    if last and (config.loss.kl_coef or again):
+        waits[MEASURED] = updates  # all packs of an update
+    if config.optimizer.offload:
+        waits[OFFLOADED] = updates
+    if config.model.spec == "torch" and config.pack.share_prefixes == "off":  # torch's layers are no path of speed
+        waits |= {f"copy to the host {ROTARY}": 2 * LAYERS * packs, f"item {ROTARY}": 2 * LAYERS * packs}
+        waits[SEGMENTS] = LAYERS * packs
+    if case.expert_layers:
+        passes = 1 + (config.model.recompute == "selective") + again
+        waits[DISPATCHED] = case.expert_layers // layout.pp * packs * passes
+    return waits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_setting_stays_within_its_bounds(name: str, found: Found) -> None:
+    played = found[name]
+    check_runs(played)
+    for check in (check_waits, check_products, check_kept, check_loading, check_kernels):
+        check(name, played)
+    if name in PINNED:
+        check_pinned(name, played)
+
+
+def test_local_engine_waits_once_for_each_look(found: Found) -> None:
+    """And three times for the results of a batch: stops, tokens, log-probabilities."""
+    check_runs(found["engine: dense"])
+    decoding = "copy to the host in megatron_dppo/rollout/decoding.py:Decoding"
+    assert found["engine: dense"]["waits"] == {f"{decoding}._retire": 6, f"{decoding}.paths": 3}
+
+
+def test_checkpoint_leaves_no_tensor_on_the_device(found: Found) -> None:
+    """A forked process must not touch the device, not even for tensors without elements."""
     check_runs(found["staging: dense"])
     empty, full = ["cpu", [0, 3]], ["cpu", [2, 3]]
     staged = {name: found["staging: dense"][name] for name in ("empty", "both", "host")}
@@ -183,7 +183,7 @@ def test_a_checkpoint_leaves_no_tensor_on_the_device(found: Found) -> None:
 
 
 @pytest.mark.parametrize("name", MEMORY)
-def test_weights_gradients_and_optimizer_need_the_planned_bytes(found: Found, name: str) -> None:
+def test_weights_gradients_and_optimizer_need_the_planned_bytes(name: str, found: Found) -> None:
     """Exact, but for buffers of up to 1 KiB: the rotary embedding's frequencies, Adam's steps."""
     played = found[f"memory: {name}"]
     check_runs(played)
@@ -193,8 +193,8 @@ def test_weights_gradients_and_optimizer_need_the_planned_bytes(found: Found, na
 
 @pytest.mark.skipif(not ALL, reason="activations are measured with the whole matrix")
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_a_layer_keeps_the_planned_activations(found: Found, name: str) -> None:
-    """The plan is at most 5% too high, and never too low; its routing is even, as that of the rehearsal."""
+def test_layer_keeps_the_planned_activations(name: str, found: Found) -> None:
+    """The plan is at most 5% too high, and never too low; its routing is even, as the rehearsal's."""
     played = found[f"activations: {name}"]
     check_runs(played)
     rehearsed, planned = played["activations"]
@@ -227,38 +227,21 @@ def test_data_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
     assert 0 <= scattered / 4 - played["elements"] <= 64 * played["streamed"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_kernels_per_pack_do_not_grow(found: Found, name: str) -> None:
-    tables = json.loads(TABLE.read_text())
-    te = os.environ.get("REHEARSAL_TRANSFORMER_ENGINE", VERSIONS[0])
-    table = tables.setdefault(MEGATRON if te == VERSIONS[0] else f"{MEGATRON}, Transformer Engine {te}", {})
-    if os.environ.get("REHEARSAL_RECORD"):
-        table[name] = round(kernels_per_pack(found[name]), 1)
-        TABLE.write_text(json.dumps(tables, indent=1) + "\n")
-    assert kernels_per_pack(found[name]) <= {**tables[MEGATRON], **table}[name] * GROWTH
-
-
-def test_an_item_in_the_loss_is_caught_by_the_waits(found: Found) -> None:
-    played = found["item in the loss: dense"]
+@pytest.mark.parametrize(
+    ("fault", "check", "words"),
+    [
+        ("item in the loss", check_waits, "item in megatron_dppo/models/actor"),
+        ("float32 product", check_products, "policy_head"),
+        ("kept activation", check_kept, None),
+    ],
+)
+def test_fault_exceeds_its_bound(fault: str, check: Callable[..., None], words: str | None, found: Found) -> None:
+    played = found[f"{fault}: dense"]
     check_runs(played)
-    with pytest.raises(AssertionError, match="item in megatron_dppo/models/actor"):
-        check_waits("dense", played)
+    with pytest.raises(AssertionError, match=words):
+        check("dense", played)
 
 
-def test_a_float32_product_is_caught_by_the_products_types(found: Found) -> None:
-    played = found["float32 product: dense"]
-    check_runs(played)
-    with pytest.raises(AssertionError, match="policy_head"):
-        check_products("dense", played)
-
-
-def test_a_tensor_left_on_the_host_is_caught_by_its_operator(found: Found) -> None:
+def test_tensor_left_on_the_host_is_named_by_its_operator(found: Found) -> None:
     with pytest.raises(AssertionError, match=r"HostTensorError: aten::mul.Tensor .* in megatron_dppo/rl/losses.py"):
         check_runs(found["host tensor: dense"])
-
-
-def test_an_activation_that_is_kept_is_caught_by_the_memory(found: Found) -> None:
-    played = found["kept activation: dense"]
-    check_runs(played)
-    with pytest.raises(AssertionError):
-        check_kept(played)
