@@ -1,4 +1,4 @@
-"""Completions of several sequences: what a plan makes of them, and what knows no more than one."""
+"""Completions of several sequences in a plan, and the settings that take one sequence alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import pytest
 
 from megatron_dppo.config import Config, LossConfig, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl import plan as planning
-from megatron_dppo.rl.advantages import advantages_of_segments
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.plan import gather_metadata, plan_step
+from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.sequences import check_sequences, further_lengths, longest_response, spoken
 from megatron_dppo.rl.types import Completion, Prompt, StepMetadata, StepPlan, VersionSpan
-from tests.rl.integration import FixedOffset, outcomes
-from tests.rl.plans import step_config, step_metadata
+from tests.rl.integration import all_plans
+from tests.rl.plans import plan, step_config, step_metadata
 
 TWO = Completion(
     np.array([1, 2, 5, 5, 5, 3], np.int32),
@@ -31,7 +28,7 @@ PROMPTS = [Prompt(number, np.array([7, 8], np.int32), "", "") for number in rang
 
 
 def step_of_sequences(groups: int, samples: int) -> tuple[StepMetadata, np.ndarray]:
-    """Completions of one to three sequences, and a score, the sum over sampled tokens, of each sequence."""
+    """Return completions of one to three sequences, and the score of each sequence, a sum over its sampled tokens."""
     rng = np.random.default_rng(3)
     made = step_metadata(groups, samples, seed=3)
     further = rng.integers(2, 40, (groups, samples, 2)) * (rng.random((groups, samples, 1)) < 0.6)
@@ -41,13 +38,9 @@ def step_of_sequences(groups: int, samples: int) -> tuple[StepMetadata, np.ndarr
     return made, rng.normal(size=(groups, samples, 3)) * np.concatenate([np.ones((groups, samples, 1)), further > 0], 2)
 
 
-def plan(metadata: StepMetadata, config: Config) -> StepPlan:
-    return plan_step(metadata, config, replicas=2, align=1, capacity_multiple=1, step=0, pipeline=1)
-
-
-def test_every_sequence_of_a_kept_completion_is_in_one_pack_with_its_completions_factors() -> None:
+def test_sequences_of_a_kept_completion_have_its_factors() -> None:
     metadata, _ = step_of_sequences(12, 6)
-    [minibatch] = plan(metadata, step_config()).minibatches
+    [minibatch] = plan(metadata, step_config(), replicas=2).minibatches
     rows = minibatch.samples
     assert sorted(k for replica in minibatch.packs for pack in replica for k in pack) == list(range(len(rows.group)))
     kept = {(q, i) for q, i in zip(rows.group.tolist(), rows.completion.tolist(), strict=True)}
@@ -65,39 +58,20 @@ def test_every_sequence_of_a_kept_completion_is_in_one_pack_with_its_completions
     assert (rows.shared_length[rows.sequence > 0] == 0).all() and rows.shared_length[firsts].any()
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
-def test_over_all_draws_the_gradient_is_that_of_all_sequences(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_expected_gradient_is_that_of_all_sequences(loss: str) -> None:
     metadata, scores = step_of_sequences(4, 4)
-    config = step_config(name=loss)
 
-    def gradient(config: Config) -> float:
-        [minibatch] = plan(metadata, config).minibatches
-        rows = minibatch.samples
+    def gradient(step: StepPlan) -> float:
+        rows = step.minibatches[0].samples
         return float((rows.scale * rows.advantage[:, 0] * scores[rows.group, rows.completion, rows.sequence]).sum())
 
-    inclusion: list[np.ndarray] = []
-    draw = planning.prune_minibatch
-
-    def remembered(*args: object, **more: object) -> object:
-        inclusion.append((drawn := draw(*args, **more)).inclusion)  # type: ignore[arg-type]
-        return drawn
-
-    monkeypatch.setattr(planning, "prune_minibatch", remembered)
-    whole = gradient(step_config(name=loss, rule="none"))
-    gradient(config)
-    expected = 0.0
-    order = np.lexsort((plan_advantages(metadata, config).ravel(), np.repeat(np.arange(4), 4)))
-    for offset, probability in outcomes(inclusion[-1].ravel()[order]):
-        monkeypatch.setattr(planning, "generator", lambda *_, at=offset: FixedOffset(at))
-        expected += probability * gradient(config)
+    whole = gradient(plan(metadata, step_config(name=loss, rule="none")))
+    expected = sum(probability * gradient(step) for step, probability in all_plans(metadata, step_config(name=loss)))
     assert expected == pytest.approx(whole, rel=1e-6) and whole != 0.0
 
 
-def plan_advantages(metadata: StepMetadata, config: Config) -> np.ndarray:
-    return advantages_of_segments(metadata, config, objective_for(config.loss))[..., 0]
-
-
-def test_ranks_with_more_and_with_fewer_sequences_are_gathered() -> None:
+def test_metadata_of_unequal_numbers_of_sequences_is_gathered() -> None:
     assert further_lengths([[ONE, TWO], [ONE]], 2).tolist() == [[[0], [4]], [[0], [0]]]
     none, some = step_metadata(2, 3, seed=1), step_of_sequences(2, 3)[0]
     gathered = gather_metadata([none, some], window=4.0)
@@ -107,7 +81,7 @@ def test_ranks_with_more_and_with_fewer_sequences_are_gathered() -> None:
         assert gathered.further_lengths[row].tolist() == (known[0].tolist() if len(known) else [[0, 0]] * 3)
 
 
-def test_a_verifier_is_shown_no_context_twice() -> None:
+def test_verifier_is_shown_no_context_twice() -> None:
     assert [of.tolist() for of in spoken(TWO)] == [[1, 2, 3], [True, True, True]]
     assert [of.tolist() for of in spoken(ONE)] == [[1, 2, 5, 5, 5, 3], [True, True, False, False, False, True]]
     assert [longest_response(prompt, TWO) for prompt in (1, 2, 3)] == [3, 2, 2]
@@ -121,9 +95,8 @@ def test_a_verifier_is_shown_no_context_twice() -> None:
         (LossConfig(tis_level="sequence", tis_cap=2.0), "loss.tis_level"),
         (LossConfig(replay_routing="rollout"), "loss.replay_routing"),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_what_is_of_a_whole_sequence_is_refused_where_there_are_several(loss: LossConfig, setting: str) -> None:
+def test_setting_of_one_sequence_is_refused_for_several(loss: LossConfig, setting: str) -> None:
     check_sequences(replace(Config(), loss=loss), PROMPTS, [[ONE], [ONE, ONE]])
     with pytest.raises(UserError, match="came in 2 sequences") as raised:
         check_sequences(replace(Config(), loss=loss), PROMPTS, [[ONE], [ONE, TWO]])
@@ -131,7 +104,7 @@ def test_what_is_of_a_whole_sequence_is_refused_where_there_are_several(loss: Lo
     check_sequences(Config(), PROMPTS[:1], [[TWO]])
 
 
-def test_whatever_engine_made_them_sequences_are_looked_at() -> None:
+def test_malformed_sequences_are_refused() -> None:
     sampled = dataclasses.replace(TWO, loss_mask=np.ones(6, bool))
-    with pytest.raises(UserError, match="for prompt 0 it returned a sequence 1 that does not begin with token ids"):
+    with pytest.raises(UserError, match="prompt 0 it returned a sequence 1 that does not begin"):
         check_sequences(Config(), PROMPTS[:1], [[sampled]])
