@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_dppo.config import ArithmeticConfig, DataConfig, ReasoningGymConfig, replace
+from megatron_dppo.config import ArithmeticConfig, DataConfig, ReasoningGymConfig, VerifiersConfig, replace
 from megatron_dppo.data import generators
 from megatron_dppo.data.generators import Sum, check_tasks, make_problems, make_sums
 from megatron_dppo.data.prompts import load_prompts
@@ -159,3 +160,20 @@ def test_a_task_with_too_few_problems_is_refused() -> None:
     digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     with pytest.raises(UserError, match="has no more than about"):
         make_problems(ReasoningGymConfig(tasks={"chain_sum": digits}, problems=500), split="train")
+
+
+@pytest.mark.parametrize(("leaves", "code"), [("", 0), ("import os; os.kill(os.getpid(), 9)", -9)])
+def test_a_process_that_ends_without_problems_is_named(
+    leaves: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves.py").write_text(leaves)
+    monkeypatch.chdir(tmp_path)
+    for config, setting in (
+        (GYM, "data.reasoning_gym.tasks"),
+        (VerifiersConfig(environment="leaves"), "data.verifiers.environment"),
+    ):
+        with pytest.raises(
+            UserError, match=f"ended the process that makes its problems, with exit code {code}"
+        ) as caught:
+            generators._rows_of_process("leaves", config, "train")
+        assert caught.value.setting == setting

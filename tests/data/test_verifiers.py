@@ -1,36 +1,37 @@
-"""Environments of verifiers, as a run reads their problems and scores answers by their rubrics."""
+"""Environments of verifiers: their problems, conversations with the policy, and scores by their rubrics."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import signal
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_dppo.config import Config, DataConfig, ModelConfig, RolloutConfig, VerifiersConfig, replace
+from megatron_dppo.config import Config, DataConfig, VerifiersConfig, replace
 from megatron_dppo.data.prompts import load_prompts, prompts_of
-from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dppo.data.turns import NothingLeftError, OtherAnswerError
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.rewards.adapters import ScoreItem
-from megatron_dppo.rewards.workers import RewardWorkers, Scored
+from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.conversation import Client, ConversationFunction
+from megatron_dppo.rollout.conversation import Client
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
 from megatron_dppo.rollout.scoring import GroupScoring
+from megatron_dppo.settings import load_config
 from tests.policies import write_policy
-from tests.rollout.local import make_policy, sampling_of, weights_of
+from tests.rollout.local import sampling_of
 
 pytest.importorskip("verifiers")
+REWARD, REWARD_TIMEOUT_S = "verifiers", 30.0
 
-TOY = """
+SUMS = """
 import verifiers as vf
 from datasets import Dataset
 
@@ -64,98 +65,7 @@ def load_environment(size=9, held_out=0, tools=0):
     made = [kind(**parts, rubric=vf.Rubric(funcs=funcs, weights=weights)) for _ in range(max(tools, 1))]
     return made[0] if len(made) == 1 else vf.EnvGroup(made)
 """
-CONFIG = VerifiersConfig(environment="toy-sums", eval_problems=3)
-
-
-@pytest.fixture(autouse=True)
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "toy_sums.py").write_text(TOY)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-def load(config: VerifiersConfig, split: Any) -> list[Prompt]:
-    write_tokenizer(character_tokenizer(), Path(), max_tokens=512)
-    tokenizer = load_tokenizer(Path())
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
-    return load_prompts(DataConfig(train="verifiers", verifiers=config), tokenizer, split=split)
-
-
-def scored(*groups: Sequence[ScoreItem]) -> Scored:
-    with closing(RewardWorkers("verifiers", workers=1, timeout_s=30.0)) as pool:
-        scoring = pool.begin(99)
-        for group in groups:
-            scoring.add(group)
-        return scoring.finish()
-
-
-def test_problems_are_the_environments_and_scores_its_rubrics() -> None:
-    """Right is worth the problem's level, and half a point the shortest answer of the group."""
-    prompts = load(CONFIG, "train")
-    assert len(prompts) == 6 and {prompt.data_source for prompt in prompts} == {"verifiers/toy-sums"}
-    first, second = prompts[0], prompts[-1]
-    number = int(str(first.label)) // 2
-    assert first.text == f"Add. {number}+{number}= " and second.label != first.label
-    said = [(str(first.label), f"it is {first.label}", "?"), ("fail", "?"), (str(second.label),)]
-    groups = [
-        [ScoreItem.of(prompt, text, ()) for text in texts]
-        for prompt, texts in zip((first, first, second), said, strict=True)
-    ]
-    found = scored(*groups)
-    rewards = [score and score.reward for score in found.scores]
-    shortest = [float(len(text) == 1) for text in said[0]]
-    right = [1.0 + number, 0.0, 0.0]
-    assert rewards[:3] == [a + 0.5 * b for a, b in zip(right, shortest, strict=True)]
-    assert rewards[3:] == [None, None, 1.0 + int(str(second.label)) // 2 + 0.5]
-    assert found.errors == 2 and "ArithmeticError: no such answer" in found.tracebacks[0], "and no zero is made of it"
-
-
-def test_held_out_problems_are_the_environments_own_or_drawn_once() -> None:
-    from megatron_dppo.data.verifiers import _problems
-
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    train, held_out = (_problems(CONFIG, split) for split in ("train", "eval"))
-    assert sorted(row["label"] for row in (*train, *held_out)) == sorted(str(2 * i) for i in range(9))
-    assert len(held_out) == 3 and held_out == _problems(CONFIG, "eval")
-    own = replace(CONFIG, arguments={"held_out": 2})
-    assert [row["label"] for row in _problems(own, "eval")] == ["18", "20"]
-    assert len(_problems(own, "train")) == 9
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (replace(CONFIG, arguments={"tools": 2}), "(EnvGroup) has tools in one of its environments"),
-        (replace(CONFIG, environment="no_such"), "no_such: cannot be loaded (ValueError: Could not import"),
-        (replace(CONFIG, eval_problems=9), "leaves nothing to train on of the 9 problems"),
-    ],
-)
-def test_an_environment_that_cannot_be_trained_on_is_refused(config: VerifiersConfig, words: str) -> None:
-    from megatron_dppo.data.verifiers import _read
-
-    refused = _read(config, "train")
-    assert isinstance(refused, UserError) and refused.setting.startswith("data.verifiers.")
-    assert words in str(refused)
-
-
-@pytest.mark.parametrize(
-    ("leaves", "words"),
-    [
-        ("sys.exit(0)", "cannot be loaded (SystemExit: 0)"),
-        ("os._exit(0)", "ended the process that makes its problems, with exit code 0"),
-        ("os.kill(os.getpid(), 9)", "ended the process that makes its problems, with exit code -9"),
-    ],
-)
-def test_an_environment_that_ends_its_process_is_named(tmp_path: Path, leaves: str, words: str) -> None:
-    (tmp_path / "leaves_early.py").write_text(f"import os, sys\ndef load_environment():\n    {leaves}\n")
-    with pytest.raises(UserError) as refused:
-        load(replace(CONFIG, environment="leaves-early"), "train")
-    assert (refused.value.setting, refused.value.value) == ("data.verifiers.environment", "leaves-early")
-    assert refused.value.problem == words
-
-
-GUESS = """
+GAME = """
 import itertools
 import verifiers as vf
 from datasets import Dataset
@@ -173,10 +83,6 @@ class Guess(vf.MultiTurnEnv):
         told = "a number" if not said.isdigit() else "more" if int(said) < int(state["answer"]) else "less"
         return [vf.UserMessage(content=f"{told} {next(NOISE)}" if self.noisy else told)]
 
-class Forgets(Guess):
-    async def get_prompt_messages(self, state):
-        return (await super().get_prompt_messages(state))[-1:]
-
 async def guessed(completion, answer, state):
     guesses = [message["content"] for message in completion if message["role"] == "assistant"]
     return float(guesses[-1] == answer) - 0.125 * len(guesses) - 0.5 * state["is_truncated"]
@@ -184,37 +90,103 @@ async def guessed(completion, answer, state):
 def shortest(completions):
     return [float(len(each) == min(map(len, completions))) for each in completions]
 
-def load_environment(kind="game"):
+def load_environment(noisy=False):
     rows = [{"question": f"guess {i}", "answer": str(i)} for i in range(1, 9)]
-    parts = {"dataset": Dataset.from_list(rows), "rubric": vf.Rubric(funcs=[guessed, shortest], weights=[1.0, 1.0])}
-    game = {"forgets": Forgets, "game": Guess, "noisy": Guess, "mixed": Guess}[kind]
-    game = game(max_turns=4, system_prompt="play", **parts)
-    game.noisy = kind == "noisy"
-    return vf.EnvGroup([vf.SingleTurnEnv(**parts), game]) if kind == "mixed" else game
+    rubric = vf.Rubric(funcs=[guessed, shortest], weights=[1.0, 1.0])
+    game = Guess(max_turns=4, system_prompt="play", dataset=Dataset.from_list(rows), rubric=rubric)
+    game.noisy = noisy
+    return game
 """
+TOY = VerifiersConfig(environment="toy-sums", eval_problems=3)
 
 
-def game(kind: str = "game", **rollout: Any) -> Config:
-    Path("guess_game.py").write_text(GUESS)
-    data = VerifiersConfig(environment="guess_game", arguments={"kind": kind}, eval_problems=1)
-    talk = {"conversation": "verifiers"} | rollout
-    write_policy(Path(), layers=1)
-    return Config(
-        model=ModelConfig(path="."), data=DataConfig(train="verifiers", verifiers=data), rollout=RolloutConfig(**talk)
-    )
+@pytest.fixture(scope="module", autouse=True)
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working folder: a policy with a tokenizer, and modules of environments."""
+    folder = tmp_path_factory.mktemp("verifiers")
+    write_policy(folder, layers=1)
+    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
+    exits = "import sys\ndef load_environment():\n    sys.exit(0)\n"
+    for name, text in {"toy_sums": SUMS, "guess_game": GAME, "exits": exits}.items():
+        (folder / f"{name}.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        yield folder
 
 
-def chat_prompts(config: Config) -> tuple[Any, list[Prompt]]:
+@pytest.fixture
+def tokenizer(policy: Path) -> Tokenizer:
+    return load_tokenizer(policy)
+
+
+def problems_of(config: VerifiersConfig, split: str = "train") -> list[Any]:
     from megatron_dppo.data.verifiers import _problems
 
-    write_tokenizer(character_tokenizer(), Path(), max_tokens=512)
-    tokenizer = load_tokenizer(Path.cwd())
-    return tokenizer, prompts_of(_problems(config.data.verifiers, "train"), config.data, tokenizer)
+    return _problems(config, split)
+
+
+def game(*words: str) -> Config:
+    common = "model.path=. data.train=verifiers data.verifiers.environment=guess_game data.verifiers.eval_problems=1"
+    return load_config(None, [*common.split(), "rollout.conversation=verifiers", *words])
+
+
+def prompts_for(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+    return prompts_of(problems_of(config.data.verifiers), config.data, tokenizer)
+
+
+def test_problems_and_scores_are_the_environments(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
+    """A right answer is worth the problem's level, and the shortest answer of a group half a point."""
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    prompts = load_prompts(DataConfig(train="verifiers", verifiers=TOY), tokenizer, split="train")
+    assert len(prompts) == 6 and {prompt.data_source for prompt in prompts} == {"verifiers/toy-sums"}
+    first, second = prompts[0], prompts[-1]
+    number = int(str(first.label)) // 2
+    assert first.text == f"Add. {number}+{number}= " and second.label != first.label
+    said = [(str(first.label), f"it is {first.label}", "?"), ("fail", "?"), (str(second.label),)]
+    scoring = workers.begin(99)
+    for prompt, texts in zip((first, first, second), said, strict=True):
+        scoring.add([ScoreItem.of(prompt, text, ()) for text in texts])
+    found = scoring.finish()
+    rewards = [score and score.reward for score in found.scores]
+    shortest = [float(len(text) == 1) for text in said[0]]
+    right = [1.0 + number, 0.0, 0.0]
+    assert rewards[:3] == [a + 0.5 * b for a, b in zip(right, shortest, strict=True)]
+    assert rewards[3:] == [None, None, 1.0 + int(str(second.label)) // 2 + 0.5]
+    assert found.errors == 2 and "ArithmeticError: no such answer" in found.tracebacks[0], "and no zero is made of it"
+
+
+def test_held_out_problems_are_the_environments_own_or_drawn_once() -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train, held_out = (problems_of(TOY, split) for split in ("train", "eval"))
+    assert sorted(row["label"] for row in (*train, *held_out)) == sorted(str(2 * i) for i in range(9))
+    assert len(held_out) == 3 and held_out == problems_of(TOY, "eval")
+    own = replace(TOY, arguments={"held_out": 2})
+    assert [row["label"] for row in problems_of(own, "eval")] == ["18", "20"]
+    assert len(problems_of(own)) == 9
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arguments": {"tools": 2}}, "(EnvGroup) has tools in one of its environments"),
+        ({"environment": "no_such"}, "no_such: cannot be loaded (ValueError: Could not import"),
+        ({"environment": "exits"}, "cannot be loaded (SystemExit: 0)"),
+        ({"eval_problems": 9}, "leaves nothing to train on of the 9 problems"),
+    ],
+)
+def test_an_unusable_environment_is_refused(changes: dict[str, Any], words: str) -> None:
+    from megatron_dppo.data.verifiers import _read
+
+    error = _read(replace(TOY, **changes), "train")
+    assert isinstance(error, UserError) and error.setting.startswith("data.verifiers.")
+    assert words in str(error)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)
 class ScriptedClient(Client):
-    """Says one text after the other, as long as there is room, and ends each turn."""
+    """Says a text in each turn, within the room that is left, and ends the turn."""
 
     texts: list[str]
 
@@ -225,29 +197,27 @@ class ScriptedClient(Client):
         return Completion(said, *parts, "stop" if count == len(ids) else "length")
 
 
-def function_of(config: Config) -> ConversationFunction:
-    write_policy(Path("policy"), layers=1)
-    function = conversation_of(replace(config, model=ModelConfig(path="policy")))
+def converse(config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit: int = 200) -> Completion:
+    function = conversation_of(config)
     assert function is not None
-    return function
-
-
-def conversation(config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit: int = 200) -> Completion:
-    function = dataclasses.replace(function_of(config), tokenizer=tokenizer, vocabulary=len(tokenizer))
+    function = dataclasses.replace(function, tokenizer=tokenizer, vocabulary=len(tokenizer))
     sampling = sampling_of(samples=1, max_tokens=limit)
     client = ScriptedClient(function=function, prompt=prompt, sampling=sampling, number=0, texts=list(texts))
     return asyncio.run(function.have(client))
 
 
-def item(prompt: Prompt, completion: Completion, tokenizer: Any) -> ScoreItem:
-    """As ``GroupScoring`` makes it."""
-    made = completion.token_ids.tolist(), completion.loss_mask.tolist(), completion.finish_reason, str(Path.cwd())
-    return ScoreItem.of(prompt, tokenizer.decode(made[0], skip_special_tokens=True), *made)
+def score_group(prompt: Prompt, completions: Sequence[Completion], folder: Path | str) -> list[float]:
+    from megatron_dppo.data.verifiers import group_score
+
+    items = []
+    for each in completions:
+        tokens, mask = each.token_ids.tolist(), each.loss_mask.tolist()
+        items.append(ScoreItem.of(prompt, "", tokens, mask, each.finish_reason, str(folder)))
+    return group_score(items)
 
 
-def told_by_rubric(config: Config, prompt: Prompt, group: Sequence[Sequence[str]]) -> list[float]:
-    """The rubric's rewards of rollouts of the environment itself, in which the policy says these texts, and then has no
-    room for more."""
+def play_rollouts(config: Config, prompt: Prompt, group: Sequence[Sequence[str]]) -> list[float]:
+    """Return the rubric's rewards of the environment's own rollouts, in which the policy says just these texts."""
     from megatron_dppo.data.verifiers import load_environment, play
 
     async def score() -> list[float]:
@@ -267,89 +237,65 @@ def told_by_rubric(config: Config, prompt: Prompt, group: Sequence[Sequence[str]
     return asyncio.run(score())
 
 
-def test_the_policy_speaks_with_the_environment_in_the_tokens_that_it_makes() -> None:
+def test_conversations_have_the_tokens_and_rewards_of_rollouts(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
+    """Also if cut off: in a turn of the policy, behind a turn, and in the environment's answer."""
     config = game()
-    tokenizer, prompts = chat_prompts(config)
-    prompt = next(prompt for prompt in prompts if prompt.label == "5")
-    completion = conversation(config, tokenizer, prompt, "3", "7", "5", "no more")
+    prompt = next(prompt for prompt in prompts_for(config, tokenizer) if prompt.label == "5")
+    answered = len(tokenizer.encode("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"))
+    group: list[tuple[Sequence[str], int]] = [
+        (("3", "7", "5"), 200), (("5",), 200), (("1", "x", "1", "1"), 200), (("12",), 1), (("1", "4"), answered + 3),
+        (("1",), 2), (("1",), 9), (("1",), answered + 2), (("1", "2"), answered + 4), (("1", "5"), answered + 4),
+    ]  # fmt: skip
+    completions = [converse(config, tokenizer, prompt, *texts, limit=limit) for texts, limit in group]
+    assert sum(each.finish_reason == "length" for each in completions) == 6
+    said = [("1",) if texts == ("12",) else texts for texts, _ in group]
+    found = GroupScoring(workers, tokenizer, [prompt], most_failures=99).finish([tuple(completions)])
+    assert [score and score.reward for score in found.scores[0]] == play_rollouts(config, prompt, said)
+    first = completions[0]
     turns = ["play", "guess 5", "3", "more", "7", "less", "5"]
     roles = ["system", "user", *["assistant", "user"] * 2, "assistant"]
     chat = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
-    assert prompt.text + tokenizer.decode(completion.token_ids) + "\n" == tokenizer.apply_chat_template(
-        chat, tokenize=False
-    )
-    assert tokenizer.decode(completion.token_ids[completion.loss_mask]) == "3<|im_end|>7<|im_end|>5<|im_end|>"
-    assert (completion.logprobs[completion.loss_mask] == -completion.token_ids[completion.loss_mask]).all()
-    assert completion.finish_reason == "stop"
-    other = dataclasses.replace(prompt, extra={})
-    assert tokenizer.decode(conversation(config, tokenizer, other, "3", "7").token_ids) == "3<|im_end|>"
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert prompt.text + tokenizer.decode(first.token_ids) + "\n" == whole
+    assert tokenizer.decode(first.token_ids[first.loss_mask]) == "3<|im_end|>7<|im_end|>5<|im_end|>"
+    assert (first.logprobs[first.loss_mask] == -first.token_ids[first.loss_mask]).all()
+    elsewhere = dataclasses.replace(prompt, extra={})  # of no environment
+    assert tokenizer.decode(converse(config, tokenizer, elsewhere, "3", "7").token_ids) == "3<|im_end|>"
 
 
-def test_conversations_have_the_rewards_of_the_environments_own_rollouts() -> None:
-    """Those that are cut off among them: in a turn of the policy, behind one, and in what it is told."""
-    config = game()
-    tokenizer, prompts = chat_prompts(config)
-    prompt = next(prompt for prompt in prompts if prompt.label == "5")
-    told = len(tokenizer.encode("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"))
-    group: list[tuple[Sequence[str], int]] = [
-        (("3", "7", "5"), 200), (("5",), 200), (("1", "x", "1", "1"), 200), (("12",), 1), (("1", "4"), told + 3),
-        (("1",), 2), (("1",), 9), (("1",), told + 2), (("1", "2"), told + 4), (("1", "5"), told + 4),
-    ]  # fmt: skip
-    completions = [conversation(config, tokenizer, prompt, *texts, limit=limit) for texts, limit in group]
-    assert sum(each.finish_reason == "length" for each in completions) == 6
-    with closing(RewardWorkers("verifiers", workers=1, timeout_s=30.0)) as pool:
-        found = GroupScoring(pool, tokenizer, [prompt], most_failures=99).finish([tuple(completions)])
-    assert not found.failures.tracebacks, found.failures.tracebacks[0]
-    said = [("1",) if texts == ("12",) else texts for texts, _ in group]
-    assert [score and score.reward for score in found.scores[0]] == told_by_rubric(config, prompt, said)
-
-
-def test_an_environments_tools_answer_the_policys_calls(calling: Any) -> None:
-    """Words and calls, two calls at once, a call that fails, and one that cannot be read and so ends the rollout."""
-    from megatron_dppo.data.verifiers import _problems, group_score
-
-    config = Config(
-        data=DataConfig(train="verifiers", verifiers=replace(CONFIG, arguments={"tools": 1})),
-        rollout=RolloutConfig(conversation="verifiers"),
-    )
-    prompt = prompts_of(_problems(config.data.verifiers, "train"), config.data, calling)[0]
+def test_an_environments_tools_answer_the_policys_calls(calling: Tokenizer) -> None:
+    """Words and calls, two calls at once, a failing call, and an unreadable call, which ends the rollout."""
+    config = game("data.verifiers.environment=toy-sums", "data.verifiers.arguments={tools: 1}")
+    prompt = prompts_for(config, calling)[0]
     assert '{"type": "function", "function": {"name": "add", "description": "Their sum.", "parame' in prompt.text
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": %s}}\n</tool_call>'
     right = str(prompt.label)
     spoken = [(f"So: {call % 2}\n{call % 3}", call % '"?"', right), ("<tool_call>add</tool_call>", right)]
-    group = [conversation(config, calling, prompt, *texts, limit=1000) for texts in spoken]
+    group = [converse(config, calling, prompt, *texts, limit=1000) for texts in spoken]
     told = [calling.decode(each.token_ids[~each.loss_mask]) for each in group]
     answers = [part.partition("\n</tool_response>")[0] for part in told[0].split("<tool_response>\n")[1:]]
     assert answers[:2] == ["3", "4"] and "unsupported operand" in answers[2] and len(answers) == 3
-    assert told[1] == "" and calling.decode(group[1].token_ids) == "<tool_call>add</tool_call><|im_end|>"
     assert told[0].startswith("\n<|im_start|>user\n<tool_response>\n3") and told[0].endswith("<|im_start|>assistant\n")
-    policy = calling.name_or_path
-    made = [ScoreItem.of(prompt, "", e.token_ids.tolist(), e.loss_mask.tolist(), "stop", policy) for e in group]
+    assert told[1] == "" and calling.decode(group[1].token_ids) == "<tool_call>add</tool_call><|im_end|>"
     level = 1.0 + int(right) // 2
-    shortest = [float(len(right) <= len(spoken[1][0])), 0.0]
-    assert group_score(made) == [level + 0.5 * shortest[0] + 16.0 * 3, 0.0]
+    shortest = float(len(right) <= len(spoken[1][0]))
+    assert score_group(prompt, group, calling.name_or_path) == [level + 0.5 * shortest + 16.0 * 3, 0.0]
 
 
-def test_an_environment_that_answers_otherwise_when_it_is_scored_is_an_error() -> None:
-    from megatron_dppo.data.verifiers import group_score
-
-    config = game("noisy")
-    tokenizer, prompts = chat_prompts(config)
-    completion = conversation(config, tokenizer, prompts[0], "0", prompts[0].label)
+def test_other_answers_while_scoring_are_an_error(policy: Path, tokenizer: Tokenizer) -> None:
+    config = game("data.verifiers.arguments={noisy: true}")
+    prompt = prompts_for(config, tokenizer)[0]
+    completion = converse(config, tokenizer, prompt, "0", str(prompt.label))
     with pytest.raises(OtherAnswerError, match="The environment answered, otherwise than when"):
-        group_score([item(prompts[0], completion, tokenizer)])
+        score_group(prompt, [completion], policy)
 
 
-def test_what_an_environment_of_several_turns_lacks_is_said() -> None:
-    config = game(conversation=None)
-    tokenizer, prompts = chat_prompts(config)
-    assert conversation_of(config) is None
+def test_several_turns_have_to_be_asked_for(tokenizer: Tokenizer) -> None:
+    config, silent = game(), game("rollout.conversation=null")
+    extras = [prompt.extra for prompt in prompts_for(config, tokenizer)]
+    check_turns(config, config.data, lambda: extras)
+    assert conversation_of(silent) is None
     with pytest.raises(UserError, match=r"guess_game speaks with the policy in several turns.*=verifiers"):
-        check_turns(config, config.data, lambda: [prompt.extra for prompt in prompts])
-    check_turns(game(), config.data, lambda: [prompt.extra for prompt in prompts])
+        check_turns(silent, silent.data, lambda: extras)
     with pytest.raises(UserError, match=r"guess_game: cannot be loaded"):
-        conversation_of(game("no such kind"))
-    forgets = game("forgets")
-    tokenizer, prompts = chat_prompts(forgets)
-    with pytest.raises(UserError, match="it asks the policy other messages at first than its problem has"):
-        conversation(forgets, tokenizer, prompts[0], "0")
+        conversation_of(game("data.verifiers.arguments={unknown: 1}"))
