@@ -87,15 +87,3 @@ def test_stretches_together_are_one_softmax_and_so_are_their_gradients(
             whole += part
     for ours, theirs in zip(total, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-def test_no_query_is_in_two_stretches_of_a_round_and_the_first_round_has_all() -> None:
-    pack = pack_of_trees(8)
-    assert pack.tree is not None
-    own, *rest = rounds_of(pack.cu_seqlens.astype(np.int64), pack.tree, rank=1, size=4)
-    mine = torch.arange(int(pack.cu_seqlens[-1]) // 4)
-    assert own.causal and own.query_rows(mine).unique().numel() == len(mine)
-    assert rest and not any(each.causal for each in rest)
-    for each in rest:
-        rows = each.query_rows(mine)
-        assert rows.unique().numel() == len(rows)
