@@ -1,4 +1,4 @@
-"""One router that replays, and the load of experts; ``trainer/test_routing_replay.py`` replays whole policies."""
+"""One router that replays, and the load of experts; ``laws/test_routing_replay.py`` replays whole policies."""
 
 from __future__ import annotations
 
