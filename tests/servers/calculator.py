@@ -70,21 +70,3 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
     reason = output["meta_info"]["finish_reason"]["type"]
     sample.status = Sample.Status.TRUNCATED if reason == "length" else Sample.Status.COMPLETED
     return sample
-
-
-async def generate_without_log_probs(args, sample, sampling_params):
-    sample = await generate(args, sample, sampling_params)
-    sample.rollout_log_probs = None
-    return sample
-
-
-async def generate_badly(args, sample, sampling_params):
-    return args.an_option_of_slime
-
-
-def generate_at_once(args, sample, sampling_params):
-    return sample
-
-
-async def generate_group(args, samples):
-    return samples

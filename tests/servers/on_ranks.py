@@ -1,4 +1,4 @@
-"""A server engine on real ranks, with what tests do to its servers; functions for the rank pool."""
+"""A server engine on real ranks, with faults of its servers; functions for the rank pool."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -17,12 +17,11 @@ import numpy as np
 import torch
 
 from megatron_dppo.bridge.stream import Consumers
-from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import initialize
-from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Bucket, Completions, Sampling, generate
-from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
+from megatron_dppo.rl.pack import TrainingSample, build_pack
+from megatron_dppo.rl.types import Completion, Prompt
+from megatron_dppo.rollout.engine import Bucket, Sampling, generate
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.sglang import SglangClient
@@ -31,147 +30,141 @@ from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 
 PROMPTS, SAMPLES, TOKENS = 24, 4, 64
+LONG = 256
+"""Tokens of a completion that an update finds unfinished."""
 BACK_S = 150.0
-"""How long a server may take to come back."""
+"""Seconds that a server may take to come back."""
 
 
 @dataclass(slots=True)
 class Round:
-    """What became of one round of rollouts, as its leader saw it."""
+    """One round of rollouts, as rank 0 saw it."""
 
-    answered: list[int] = field(default_factory=list)
+    answered: list[int]
     """Prompt ids, of all ranks."""
-    samples: list[int] = field(default_factory=list)
+    samples: list[int]
     """Completions of each."""
-    repeated: int = 0
-    """Completions, of more than a few tokens, that are there twice."""
-    versions: set[int] = field(default_factory=set)
-    servers: int = 0
+    repeated: int
+    """Completions of more than a few tokens that are there twice."""
+    versions: set[int]
+    servers: int
     """That served at its end."""
-    seconds: float = 0.0
-    words: list[str] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    words: list[str]
+    metrics: dict[str, float]
     difference: float = float("nan")
-    """The greatest |log p| difference of the actor and any server that serves."""
-    asked: Counter[str] = field(default_factory=Counter)
+    """Greatest |log p| difference of the actor and any server."""
+    requests: Counter[str] = field(default_factory=Counter)
     """Prompts that each SGLang server was asked, by URL, where they were counted."""
 
 
 class Rig:
-    """One rank's engine, and the words that its leader said."""
+    """One rank's engine, and the words that its rank 0 said."""
 
-    def __init__(self, settings: Sequence[str]) -> None:
+    def __init__(self, settings: Sequence[str], secret: str = "") -> None:
+        if secret:
+            os.environ[SECRET] = secret
         torch.set_num_threads(1)
-        self.config: Config = load_config(None, settings)
+        self.config = load_config(None, settings)
         self.world = initialize(self.config.layout, seed=1, timeout_s=self.config.rollout.timeout_s)
         self.policy: PolicyParts = assemble_policy(self.config, self.world, temperature=1.0)
         if self.config.model.lora.rank:
             with torch.no_grad():
                 for parameter in self.policy.actor.parameters():
-                    if not parameter.any():  # they would add nothing, however they are changed
+                    if not parameter.any():  # zeros would stay zeros, however they are scaled
                         parameter.fill_(0.05)
         self.words: list[str] = []
-        self.engine: ServerEngine = ServerEngine(self.config, self.world, self.policy.shape, self._say)
+        self.engine = ServerEngine(self.config, self.world, self.policy.shape, self._say)
         self.on_bucket: Callable[[int], None] = lambda number: None
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
 
     def sync(self, version: int) -> None:
         self.engine.pause()
         self.engine.update_weights(self._source, version)
         self.engine.resume()
 
-    def change(self, factor: float) -> None:
-        """Weights that no server has yet."""
+    def change(self, factor: float = 1.01) -> None:
+        """Change the actor's weights."""
         with torch.no_grad():
             for parameter in self.policy.actor.parameters():
                 if parameter.requires_grad:
                     parameter.mul_(factor)
 
-    def roll_out(self, hurt: Callable[[Any], None] | None = None, servers: Sequence[int] = ()) -> Round:
-        """Ask for all prompts, each rank for its share, and hurt some of the run's own servers while they generate.
+    def roll_out(self, hurt: Callable[[Any], None] | None = None, *servers: int) -> Round:
+        """Request all prompts, each rank its share, and hurt some of the run's own servers while they generate.
 
-        Those are held back until they have been asked, or a fast one would be done before it is hurt.
+        Victims are stopped until they have been asked, or a fast one would finish before it is hurt.
         """
         prompts = [prompt_of(i) for i in range(PROMPTS)][self.world.rank :: self.world.size]
-        sampling = Sampling(SAMPLES, TOKENS, 1.0, (0,), seed=3)
         victims = [self.processes()[i] for i in servers] if self.world.leads else []
 
-        def go_on_and_be_hurt() -> None:
+        def resume_and_hurt() -> None:
             for victim in victims:
                 signal_all(victim, signal.SIGCONT)
             time.sleep(0.05)
             for victim in victims:
                 hurt(victim)
 
-        timer = threading.Timer(0.4, go_on_and_be_hurt)
-        began = time.monotonic()
-        if victims:
-            for victim in victims:
-                stop_all(victim)
-            timer.start()
-        groups = generate(self.engine, prompts, sampling)
-        if victims:
-            timer.join()
-        return self._round(prompts, groups, time.monotonic() - began)
+        timer = threading.Timer(0.4, resume_and_hurt)
+        for victim in victims:
+            stop_all(victim)
+        timer.start()
+        groups = generate(self.engine, prompts, Sampling(SAMPLES, TOKENS, 1.0, (0,), seed=3))
+        timer.join()
+        parts = self.world.gather(list(zip([prompt.id for prompt in prompts], groups, strict=True)))
+        found = dict(sorted(pair for part in parts for pair in part))
+        completions = [completion for group in found.values() for completion in group]
+        assert all(len(c.token_ids) == len(c.logprobs) == sum(s.count for s in c.versions) for c in completions)
+        long = [tuple(c.logprobs.tolist()) for c in completions if len(c.logprobs) > 8]
+        words, self.words = self.words, []
+        return Round(
+            answered=list(found),
+            samples=[len(group) for group in found.values()],
+            repeated=len(long) - len(set(long)),
+            versions={span.version for c in completions for span in c.versions},
+            servers=len(self.engine.servers),
+            words=words,
+            metrics=self.engine.take_events()[0],
+        )
 
-    def until(self, servers: int, version: int) -> None:
+    def wait_for_servers(self, count: int, version: int) -> None:
         """Sync, again and again, until so many servers serve."""
         until = time.monotonic() + BACK_S
-        while self.world.from_leader(lambda: len(self.engine.servers)) < servers:
+        while self.world.from_leader(lambda: len(self.engine.servers)) < count:
             assert time.monotonic() < until, f"the servers did not come back: {self.words}"
             time.sleep(1.0)
             self.sync(version)
 
     def difference(self, version: int) -> float:
-        """The greatest |log p| difference of the actor and any server."""
         found = check_agreement(self.policy, self.engine, [prompt_of(i) for i in range(4)], version=version)
         return found["rollout/agreement_max_diff"]
 
     def processes(self) -> list[Any]:
-        """Of servers that the run started; on the leader."""
-        pool = self.engine._pool
-        return [] if pool is None else list(pool.processes)
+        """Return the run's own servers; on rank 0."""
+        return list(self.engine._pool.processes)
 
     def _say(self, text: str) -> None:
         self.words.append(text)
-        print(text, flush=True)  # for whoever reads why a test failed
+        print(text, flush=True)  # for the log of a failed test
 
     def _source(self, *, to: Consumers, bucket_mib: int = 64) -> Iterator[Bucket]:
         for number, bucket in enumerate(self.policy.source(to=to, bucket_mib=bucket_mib)):
             self.on_bucket(number)
             yield bucket
 
-    def _round(self, prompts: Sequence[Prompt], groups: Completions, seconds: float) -> Round:
-        parts = self.world.gather(
-            [
-                (prompt.id, [(c.token_ids.tolist(), c.logprobs.tolist(), c.versions) for c in group])
-                for prompt, group in zip(prompts, groups, strict=True)
-            ]
-        )
-        rows = sorted((row for part in parts for row in part), key=lambda row: row[0])
-        every = [completion for _, group in rows for completion in group]
-        assert all(len(tokens) == len(logprobs) == sum(s.count for s in spans) for tokens, logprobs, spans in every)
-        long = [tuple(logprobs) for _, logprobs, _ in every if len(logprobs) > 8]
-        words, self.words[:] = list(self.words), []
-        return Round(
-            answered=[prompt for prompt, _ in rows],
-            samples=[len(group) for _, group in rows],
-            repeated=len(long) - len(set(long)),
-            versions={span.version for _, _, spans in every for span in spans},
-            servers=len(self.engine.servers),
-            seconds=seconds,
-            words=words,
-            metrics=self.engine.take_events()[0],
-        )
-
 
 def signal_all(process: Any, number: signal.Signals) -> None:
-    """To a server with all of its ranks."""
+    """Signal a server with all of its ranks."""
     for pid in process.pids():
         os.kill(pid, number)
 
 
 def stop_all(process: Any) -> None:
-    """A server that hangs: nothing answers, no connection breaks."""
+    """Hang a server: nothing answers, no connection breaks."""
     signal_all(process, signal.SIGSTOP)
 
 
@@ -185,139 +178,175 @@ def prompt_of(number: int) -> Prompt:
 
 
 def faults(rank: int, size: int, settings: Sequence[str]) -> dict[str, Round]:
-    """One run of two servers that the run starts itself, and everything that can happen to them, one after the other.
+    """Run two servers of the run's own through one fault after the other.
 
     Returns:
-        On the leader, the rounds by the fault that hit them.
+        On rank 0, the rounds by the fault that hit them.
     """
-    rig = Rig(settings)
     rounds: dict[str, Round] = {}
-    leads = rig.world.leads
-    try:
+
+    def note(name: str, version: int, hurt: Callable[[Any], None] | None = None, *servers: int) -> None:
+        rounds[name] = rig.roll_out(hurt, *servers)
+        if rounds[name].servers == 2 or hurt is None:
+            rounds[name].difference = rig.difference(version)
+
+    def kill_once(number: int) -> None:
+        if rig.world.leads and number == 3:
+            kill_main(rig.processes()[0])
+            rig.on_bucket = lambda number: None
+
+    with Rig(settings) as rig:
         rig.sync(0)
-        rounds["none"] = rig.roll_out()
-
-        rounds["killed while generating"] = rig.roll_out(kill_main, [0])
-        rig.change(1.01)
+        note("none", 0)
+        note("killed while generating", 0, kill_main, 0)
+        rig.change()
         rig.sync(1)
-        rounds["after it was killed"] = rig.roll_out()
-        rig.until(2, 1)
-        rounds["once it is back"] = rig.roll_out()
-        rounds["once it is back"].difference = rig.difference(1)
-
-        rounds["hung while generating"] = rig.roll_out(stop_all, [1])
-        rig.change(1.01)
-        rig.sync(2)
-        rig.until(2, 2)
-
-        rig.on_bucket = lambda number: kill_main(rig.processes()[0]) if leads and number == 3 else None
-        rig.change(1.01)
-        once(rig, 3)
-        rounds["killed in a sync"] = rig.roll_out()
-        rounds["killed in a sync"].difference = rig.difference(3)
-        rig.until(2, 3)
-
-        rig.on_bucket = lambda number: stop_all(rig.processes()[1]) if leads and number == 3 else None
-        rig.change(1.01)
-        once(rig, 4)
-        rounds["hung in a sync"] = rig.roll_out()
-        rounds["hung in a sync"].difference = rig.difference(4)
-        rig.until(2, 4)
-
-        rounds["both killed"] = rig.roll_out(kill_main, [0, 1])
-        rounds["both killed"].difference = rig.difference(4)
-        rig.until(2, 4)
-        rounds["at the end"] = rig.roll_out()
-        rounds["at the end"].difference = rig.difference(4)
-    finally:
-        rig.engine.close()
-    return rounds if leads else {}
-
-
-def once(rig: Rig, version: int) -> None:
-    """Sync with a fault in the first attempt, and none in the next."""
-    fault = rig.on_bucket
-    seen: list[int] = []
-
-    def first(number: int) -> None:
-        if number not in seen:
-            seen.append(number)
-            fault(number)
-
-    rig.on_bucket = first
-    rig.sync(version)
-    rig.on_bucket = lambda number: None
+        note("after it was killed", 1)
+        rig.wait_for_servers(2, 1)
+        note("once it is back", 1)
+        note("hung while generating", 1, stop_all, 1)
+        rig.change()
+        rig.wait_for_servers(2, 2)
+        rig.change()
+        rig.on_bucket = kill_once
+        rig.sync(3)
+        note("killed in a sync", 3)
+        rig.wait_for_servers(2, 3)
+        note("both killed", 3, kill_main, 0, 1)
+        rig.wait_for_servers(2, 3)
+        note("at the end", 3)
+    return rounds if rig.world.leads else {}
 
 
 def stop_with(rank: int, size: int, settings: Sequence[str], secret: str) -> str:
-    """The error with which opening, one sync and one round end; empty if they do not."""
-    os.environ[SECRET] = secret
+    """Return the error with which opening, one sync and one round end; empty without any."""
     try:
-        rig = Rig(settings)
+        with Rig(settings, secret) as rig:
+            rig.sync(0)
+            rig.roll_out()
     except UserError as error:
         return str(error)
-    try:
-        rig.sync(0)
-        rig.roll_out()
-    except UserError as error:
-        return str(error)
-    finally:
-        rig.engine.close()
     return ""
 
 
-def comes_back_old(rank: int, size: int, settings: Sequence[str], secret: str, version: str) -> list[Round]:
-    """A server is told, behind the run's back, that it holds other weights, as one that was restarted would be."""
-    os.environ[SECRET] = secret
-    rig = Rig(settings)
-    try:
+def restarted(rank: int, size: int, settings: Sequence[str], secret: str, version: str) -> list[Round]:
+    """Rename a server's weights behind the run's back, as a restart would."""
+
+    async def rename() -> None:
+        names = {"new_version": version, "abort_all_requests": False}
+        await rig.engine._serving()[0].post("/update_weight_version", names)
+
+    with Rig(settings, secret) as rig:
         rig.sync(0)
-        victim = rig.engine._serving()[0]
         before = rig.roll_out()
-        rig.world.from_leader(lambda: rig.engine._http.run(_call_it(victim, version)))
+        rig.world.from_leader(lambda: rig.engine._http.run(rename()))
         meanwhile = rig.roll_out()
-        rig.until(2, 1)
+        rig.wait_for_servers(2, 1)
         return [before, meanwhile, rig.roll_out()]
-    finally:
-        rig.engine.close()
 
 
 def updated(rank: int, size: int, settings: Sequence[str], secret: str) -> Round:
-    """One round after the second version of the weights has come."""
-    os.environ[SECRET] = secret
-    rig = Rig(settings)
-    try:
+    """Count the requests to each SGLang server in a round after an update."""
+    with Rig(settings, secret) as rig, heard("generate") as calls:
         rig.sync(0)
-        rig.change(1.01)
+        rig.change()
         rig.sync(1)
-        seen = counted(rig)
-        seen.difference = rig.difference(1)
-        return seen
-    finally:
-        rig.engine.close()
+        calls.clear()
+        found = rig.roll_out()
+        counts = Counter({url: len(names) for url, names in calls.items()})
+        found.requests = sum(rig.world.gather(counts), Counter())
+        found.difference = rig.difference(1)
+        return found
 
 
-def counted(rig: Rig) -> Round:
-    """A round, with what each server was asked in it."""
-    with _asked() as asked:
-        seen = rig.roll_out()
-    seen.asked = sum(rig.world.gather(asked), Counter())
-    return seen
+def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round], list[list[list[str]]]]:
+    """Take three steps with servers that give their memory back between them. One is killed in the second.
+
+    Returns:
+        On rank 0: the rounds, and each server's requests over its memory and weights before each.
+    """
+    names = ("release_memory", "regain_weights", "begin_update", "end_update", "regain_cache", "resume")
+    rounds, requests = [], []
+    with Rig(settings) as rig, heard(*names) as calls:
+        for version in range(3):
+            rig.engine.pause()
+            rig.change()
+            rig.sync(version)
+            requests.append(list(calls.values()))
+            rounds.append(rig.roll_out(*([kill_main, 0] if version == 1 else [])))
+            rounds[-1].difference = rig.difference(version)
+            calls.clear()
+    return (rounds, requests) if rig.world.leads else ([], [])
 
 
 @contextmanager
-def _asked() -> Iterator[Counter[str]]:
-    """Count what SGLang servers are asked, by this rank and meanwhile."""
-    asked: Counter[str] = Counter()
-    generate = SglangClient.generate
+def heard(*names: str) -> Iterator[dict[str, list[str]]]:
+    """Note this rank's calls of these methods of SGLang servers, by URL."""
+    calls = defaultdict[str, list[str]](list)
 
-    async def counting(api: SglangClient, ask: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        asked[api.url] += 1
-        return await generate(api, ask, timeout_s=timeout_s)
+    def hearing(name: str) -> Any:
+        method = getattr(SglangClient, name)
 
-    with mock.patch.object(SglangClient, "generate", counting):
-        yield asked
+        async def call(api: SglangClient, *arguments: Any, **named: Any) -> Any:
+            calls[api.url].append(name)
+            return await method(api, *arguments, **named)
+
+        return mock.patch.object(SglangClient, name, call)
+
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(hearing(name))
+        yield calls
 
 
-async def _call_it(api: ServerClient, version: str) -> None:
-    await api.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dict[str, Any]:
+    """Update the weights under unfinished rollouts; up to five times, since a server may finish before an update.
+
+    Returns:
+        On rank 0: the count of samples of each prompt; the versions of each completion's tokens, 0 before the update
+        and 1 after it; the mean |log p| difference to the actor, with the weights after the update, of tokens whose
+        version is 1, NaN without any.
+    """
+    with Rig(settings, secret) as rig:
+        rig.sync(0)
+        for old in range(5):
+            found = _update_in_flight(rig, old)
+            if (0, 1) in found["versions"]:
+                break
+    return found
+
+
+def _update_in_flight(rig: Rig, old: int) -> dict[str, Any]:
+    prompts = [prompt_of(i) for i in range(PROMPTS)][rig.world.rank :: rig.world.size]
+    rig.change(1.03)
+    half, sampling = len(prompts) // 2, Sampling(SAMPLES, LONG, 1.0, (), seed=3)
+    pending = [rig.engine.begin(prompts[:half], sampling)]
+    rig.world.wait_for_all("beginning")
+    # Once a prompt that was asked later has some tokens, the others have some, however busy the machine is.
+    later = [prompt_of(PROMPTS)], Sampling(1, LONG // 8, 1.0, (), seed=3)
+    rig.world.from_leader(lambda: rig.engine.begin(*later).wait(60.0))
+    pending.append(rig.engine.begin(prompts[half:], sampling))  # arrives during the pause
+    rig.sync(old + 1)
+    groups = [group for batch in pending for group in rig.engine.finish(batch)]
+    versions = [tuple(span.version - old for span in c.versions) for group in groups for c in group]
+    mixed = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group if len(c.versions) == 2]
+    parts = rig.world.gather(([len(group) for group in groups], versions, mixed[:4]))
+    return {
+        "samples": [count for part in parts for count in part[0]],
+        "versions": [each for part in parts for each in part[1]],
+        "difference": _mean_difference(rig, [each for part in parts for each in part[2]]),
+    }
+
+
+def _mean_difference(rig: Rig, mixed: Sequence[tuple[Prompt, Completion]]) -> float:
+    """Return the mean |log p| difference of actor and engine, of tokens after the first version's. Collective."""
+    if not mixed:
+        return float("nan")
+    samples = [TrainingSample(p.token_ids, c.token_ids, c.logprobs, c.loss_mask, 0.0, 0.0, version=0) for p, c in mixed]
+    lengths = [len(p.token_ids) + len(c.token_ids) for p, c in mixed]
+    packs = [build_pack([s], capacity=n, pad_id=0, align=1) for s, n in zip(samples, lengths, strict=True)]
+    scores = rig.policy.actor.log_probabilities(packs)
+    differences = [
+        np.abs(score - c.logprobs)[c.versions[0].count :] for (_, c), score in zip(mixed, scores, strict=True)
+    ]
+    return float(np.concatenate(differences).mean())

@@ -1,120 +1,184 @@
-"""Servers die, hang and come back; the run goes on, no group is lost or doubled, and nobody serves mixed weights."""
+"""Servers die, hang, come back and are updated; no group is lost or doubled, and none has tokens of other weights."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.init import write_model
+from megatron_dppo.rollout.servers.http import Http, ServerError
 from tests.ranks import RankPool
-from tests.servers import colocated_on_ranks, on_ranks
-from tests.servers.on_ranks import PROMPTS, SAMPLES, Round
-from tests.servers.real import launch_settings
+from tests.servers import on_ranks
+from tests.servers.conftest import SIZES
+from tests.servers.on_ranks import LONG, PROMPTS, SAMPLES, Round
+from tests.servers.real import AGREES, FIRST_PORT, PYTHONS, Kind, RealServers, given, launch_settings
 
-pytestmark = pytest.mark.servers
-
-AGREES = 1e-4
-"""Greatest |log p| difference of actor and server that is rounding."""
+pytestmark = [pytest.mark.servers, pytest.mark.xdist_group("servers/test_faults")]
 
 
-def _settings(folder: Path) -> list[str]:
-    policy = folder / "policy"  # of several buckets, so that an update has a middle
-    write_model(policy, hidden=256, heads=4, kv_heads=2, head_dim=32, ffn=1024, std=0.1)
-    return [
-        f"run.dir={folder / 'run'}",
-        f"model.path={policy}",
-        "data.max_prompt_tokens=16",
-        "rollout.max_response_tokens=64",
-        "layout.tp=2",
-        *launch_settings("sglang", (1, 1)),
-        "rollout.launch.restarts=20",
-        "rollout.sync.bucket_mib=1",
-        "rollout.sync.timeout_s=20",
-        "rollout.health_timeout_s=5",
-        "rollout.timeout_s=300",
-    ]
+def settings_of(folder: Path, policy: Path, *more: str) -> list[str]:
+    plain = f"""
+    run.dir={folder / "run"} model.path={policy} data.max_prompt_tokens=16 rollout.max_response_tokens={LONG}
+    layout.tp=2 rollout.sync.timeout_s=20 rollout.health_timeout_s=5 rollout.timeout_s=300
+    """
+    return [*plain.split(), *more]
+
+
+def own_servers(folder: Path, *more: str) -> list[str]:
+    """Return settings of two servers of the run's own, with a policy of several buckets."""
+    write_model(policy := folder / "policy", **SIZES | {"hidden": 256}, ffn=1024)
+    launch = launch_settings("sglang", (1, 1))
+    return settings_of(folder, policy, *launch, "rollout.launch.restarts=20", "rollout.sync.bucket_mib=1", *more)
+
+
+def check_answered(*rounds: Round) -> None:
+    for seen in rounds:
+        assert seen.answered == list(range(PROMPTS)) and seen.samples == [SAMPLES] * PROMPTS
+        assert seen.repeated == 0
 
 
 @pytest.fixture(scope="module")
-def rounds(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, canary: Path) -> Iterator[dict[str, Round]]:
-    settings = _settings(tmp_path_factory.mktemp("faults"))
-    yield ranks.run(2, on_ranks.faults, settings, timeout=900.0)[0]
-
-
-FAULTS = [
-    "none",
-    "killed while generating",
-    "after it was killed",
-    "once it is back",
-    "hung while generating",
-    "killed in a sync",
-    "hung in a sync",
-    "both killed",
-    "at the end",
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_prompt_is_answered_once_with_all_of_its_samples(rounds: dict[str, Round], fault: str) -> None:
-    seen = rounds[fault]
-    assert seen.answered == list(range(PROMPTS))
-    assert seen.samples == [SAMPLES] * PROMPTS
-    assert seen.repeated == 0  # nobody's answer stands for another's
+def rounds(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, canary: None) -> dict[str, Round]:
+    return ranks.run(2, on_ranks.faults, own_servers(tmp_path_factory.mktemp("faults")), timeout=900.0)[0]
 
 
 @pytest.mark.parametrize(
-    ("fault", "version"),
-    [("none", 0), ("killed while generating", 0), ("after it was killed", 1), ("once it is back", 1),
-     ("hung while generating", 1), ("killed in a sync", 3), ("hung in a sync", 4), ("both killed", 4)],
-)  # fmt: skip
-def test_no_token_is_made_by_weights_of_another_version(rounds: dict[str, Round], fault: str, version: int) -> None:
-    assert rounds[fault].versions == {version}
-
-
-@pytest.mark.parametrize(
-    "fault", ["once it is back", "killed in a sync", "hung in a sync", "both killed", "at the end"]
+    ("fault", "version", "servers", "words"),
+    [
+        ("none", 0, 2, ""),
+        ("killed while generating", 0, 1, "is taken out"),
+        ("after it was killed", 1, 1, ""),
+        ("once it is back", 1, 2, "is back"),
+        ("hung while generating", 1, 1, "is taken out"),
+        ("killed in a sync", 3, None, "is tried again"),
+        ("both killed", 3, None, "is taken out"),
+        ("at the end", 3, 2, ""),
+    ],
 )
-def test_whoever_serves_agrees_with_the_actor(rounds: dict[str, Round], fault: str) -> None:
-    assert rounds[fault].difference <= AGREES
+def test_a_fault_loses_no_group_and_mixes_no_weights(
+    rounds: dict[str, Round], fault: str, version: int, servers: int | None, words: str
+) -> None:
+    seen = rounds[fault]
+    check_answered(seen)
+    assert seen.versions == {version}
+    assert servers in (None, seen.servers)
+    assert words in "\n".join(seen.words)
+    assert (seen.metrics["rollout/resubmitted"] > 0) == ("killed while" in fault or fault.startswith(("hung", "both")))
+    assert seen.metrics["rollout/sync_retries"] == (fault == "killed in a sync")
+    if "while generating" not in fault and fault != "both killed":
+        assert seen.difference <= AGREES
+
+
+def test_colocated_servers_sleep_through_each_step(ranks: RankPool, tmp_path: Path, canary: None) -> None:
+    """Also one that is started again: starting during a step, it would take the memory that the step needs."""
+    more = ["rollout.colocated=true", "rollout.sync.transport=disk", "rollout.health_timeout_s=20"]
+    rounds, requests = ranks.run(2, on_ranks.colocated, own_servers(tmp_path, *more), timeout=600.0)[0]
+    check_answered(*rounds)
+    for version, seen in enumerate(rounds):
+        assert seen.versions == {version} and seen.difference <= AGREES
+    wakes = ["release_memory", "regain_weights", "begin_update", "end_update", "regain_cache", "resume"]
+    assert requests == [[wakes, wakes]] * 3
+    assert [seen.servers for seen in rounds] == [2, 1, 2]
+
+
+LORA = ("model.lora.rank=4", "rollout.sync.adapter=true", "model.lora.targets=[q_proj,v_proj,o_proj]")
 
 
 @pytest.mark.parametrize(
-    ("fault", "servers"),
-    [("none", 2), ("killed while generating", 1), ("after it was killed", 1), ("once it is back", 2),
-     ("hung while generating", 1), ("at the end", 2)],
-)  # fmt: skip
-def test_a_lost_server_serves_again_only_after_an_update(rounds: dict[str, Round], fault: str, servers: int) -> None:
-    assert rounds[fault].servers == servers
-
-
-@pytest.mark.parametrize("fault", ["killed while generating", "hung while generating", "both killed"])
-def test_what_was_asked_again_is_counted(rounds: dict[str, Round], fault: str) -> None:
-    assert rounds[fault].metrics["rollout/resubmitted"] > 0
-
-
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if "killed" in fault or "hung" in fault])
-def test_a_loss_is_told(rounds: dict[str, Round], fault: str) -> None:
-    assert any("is taken out" in said for said in rounds[fault].words) == (fault != "after it was killed")
-
-
-@pytest.mark.parametrize("fault", ["killed in a sync", "hung in a sync"])
-def test_a_sync_that_failed_is_tried_again_without_the_server_that_failed(rounds: dict[str, Round], fault: str) -> None:
-    assert rounds[fault].metrics["rollout/sync_retries"] == 1
-    assert any("is tried again" in said for said in rounds[fault].words)
-
-
-def test_servers_that_share_the_trainers_gpus_sleep_through_each_step_also_those_that_are_started_again(
-    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, canary: Path
+    ("kind", "tp", "mode", "adapters"),
+    [
+        ("sglang", 1, "retract", ()),
+        ("sglang", 1, "keep", ()),
+        ("sglang", 1, "abort", ()),
+        ("sglang", 2, "abort", LORA),
+        ("vllm", 1, "retract", ()),
+        ("vllm", 1, "abort", LORA),
+    ],
+)
+def test_an_update_loses_nothing_in_flight(
+    real_servers: RealServers,
+    ranks: RankPool,
+    served_policy: Path,
+    tmp_path: Path,
+    kind: Kind,
+    tp: int,
+    mode: str,
+    adapters: tuple[str, ...],
 ) -> None:
-    """One that is starting while a step trains would take the memory that the step needs."""
-    settings = [*_settings(tmp_path_factory.mktemp("colocated")), "rollout.colocated=true"]
-    settings += ["rollout.sync.transport=disk", "rollout.health_timeout_s=20"]
-    rounds, asked = ranks.run(2, colocated_on_ranks.colocated, settings, timeout=600.0)[0]
-    for version, seen in enumerate(rounds):
-        assert seen.answered == list(range(PROMPTS)) and seen.versions == {version}
-        assert seen.difference <= AGREES
-    wakes = ["release_memory", "regain_weights", "begin_update", "end_update", "regain_cache", "resume"]
-    assert asked == [[wakes, wakes]] * 3, "the one that was started again, too: the step waited for it"
+    server = real_servers.get(kind, tp, *adapters)
+    more = [*given(server), *adapters, f"rollout.sync.in_flight={mode}", "rollout.request_timeout_s=60"]
+    settings = settings_of(tmp_path, served_policy, *more, "rollout.ahead=1", "rollout.timeout_s=100")
+    seen = ranks.run(2, on_ranks.in_flight, settings, server.secret)[0]
+    assert seen["samples"] == [SAMPLES] * PROMPTS
+    assert (0, 1) in seen["versions"], "the update found nothing in flight"
+    assert set(seen["versions"]) <= {(0,), (0, 1), (1,)}
+    # A kept cache is of the old weights, and the log-probabilities are so in part.
+    assert (seen["difference"] <= AGREES) == (mode != "keep")
+
+
+def test_a_restarted_given_server_serves_after_an_update(
+    real_servers: RealServers, ranks: RankPool, served_policy: Path, tmp_path: Path
+) -> None:
+    servers = real_servers.get("sglang", 1), real_servers.get("sglang", 2)
+    settings = settings_of(tmp_path, served_policy, *given(*servers))
+    rounds = ranks.run(2, on_ranks.restarted, settings, servers[0].secret, "default")[0]
+    check_answered(*rounds)
     assert [seen.servers for seen in rounds] == [2, 1, 2]
+    assert [seen.versions for seen in rounds] == [{0}, {0}, {1}]
+    assert any("weights of version 'default'" in said for said in rounds[1].words)
+
+
+def test_a_server_of_another_size_is_refused(real_servers: RealServers, ranks: RankPool, tmp_path: Path) -> None:
+    write_model(other := tmp_path / "other", **SIZES | {"hidden": 96}, ffn=128)
+    server = real_servers.get("sglang", 1)
+    settings = settings_of(tmp_path, other, *given(server), "rollout.sync.retries=0", "rollout.timeout_s=5")
+    said = ranks.run(2, on_ranks.stop_with, settings, server.secret)[0]
+    assert "refused /update_weights_from_distributed" in said and server.api.url in said
+
+
+@pytest.fixture
+def router(real_servers: RealServers, http: Http, tmp_path: Path) -> Iterator[str]:
+    """The URL of a stock router before two servers."""
+    servers = real_servers.get("sglang", 1), real_servers.get("sglang", 2)
+    secret, urls = servers[0].secret, [server.api.url for server in servers]
+    port = FIRST_PORT + 36
+    command = [os.environ[PYTHONS["sglang"]], "-m", "sglang_router.launch_router", f"--api-key={secret}"]
+    command += ["--host=127.0.0.1", f"--port={port}", f"--prometheus-port={port + 1}", "--worker-urls", *urls]
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + 90.0
+
+    def workers() -> set[str]:
+        try:
+            answer = http.run(http.call("GET", url, "/workers", secret=secret, timeout_s=5.0))
+        except ServerError:
+            return set()
+        return {worker["url"] for worker in answer["workers"]}
+
+    with (tmp_path / "router.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        while workers() != set(urls):
+            assert process.poll() is None and time.monotonic() < until, (tmp_path / "router.log").read_text()
+            time.sleep(1.0)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_servers_behind_a_router_get_the_weights(
+    router: str, real_servers: RealServers, ranks: RankPool, served_policy: Path, tmp_path: Path
+) -> None:
+    servers = real_servers.get("sglang", 1), real_servers.get("sglang", 2)
+    settings = settings_of(tmp_path, served_policy, "rollout.engine=sglang", f"rollout.servers=[{router}]")
+    seen = ranks.run(2, on_ranks.updated, settings, servers[0].secret)[0]
+    check_answered(seen)
+    assert (seen.versions, seen.servers) == ({1}, 2)
+    assert set(seen.requests) == {server.api.url for server in servers}, "the router itself is asked nothing"
+    assert seen.requests.total() == PROMPTS
+    assert seen.difference <= AGREES
