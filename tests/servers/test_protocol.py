@@ -37,7 +37,7 @@ from megatron_dppo.rollout.servers.launch import spec_of
 from megatron_dppo.rollout.servers.sender import Sender
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import VllmClient
-from tests.rollout.leaves import forks_of
+from tests.rollout.local import forks_of
 from tests.rollout.servers.script import dispatcher_of, prompts_of
 from tests.servers.real import (
     AGREES,
