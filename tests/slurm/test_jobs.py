@@ -1,4 +1,4 @@
-"""What becomes of a job on a real Slurm, with real ranks and a real SGLang server on CPU."""
+"""Jobs on a real Slurm, with real ranks and a real SGLang server on CPU: they train, stop, resume, fail and end."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ pytestmark = pytest.mark.slurm
 STAMP = re.compile(r"\[ *(\d+) s\] (.*)")
 SGLANG_STEPS, LOCAL_STEPS, FOR_EVER = 4, 40, 100_000
 DRAWS = ("step", "rollout/raw_reward", "prune/kept_prompt_fraction", "train/lr")
-"""Metrics that follow from the prompts, the draws and the rewards, and not from what was generated."""
+"""Metrics that depend on prompts, draws and rewards, and not on the generated tokens."""
 
 
 def lines(job: Job) -> list[str]:
-    """The log without its stamps, every line of which has one but for those that Slurm itself adds at an end."""
+    """Return the log without its stamps, of which the lines that Slurm itself adds at an end have none."""
     found = [STAMP.fullmatch(line) for line in job.text().splitlines() if not line.startswith("slurmstepd")]
     assert all(found), job.text()
     return [match[2] for match in found if match]
 
 
-def appear_in_order(job: Job, *beginnings: str) -> None:
+def check_order(job: Job, *beginnings: str) -> None:
     said = iter(lines(job))
     for beginning in beginnings:
         assert any(line.startswith(beginning) for line in said), f"{beginning!r} is not next in\n{job.text()}"
 
 
 PYXIS = """#!/bin/bash
-# In the place of Pyxis, which adds these options to srun: writes them down, and runs the step outside of any container.
+# Replaces Pyxis, which adds these options to srun: writes them down, and runs the step outside of any container.
 [ "$1" = --help ] && { echo --container-image; exit; }
 kept=()
 for word; do case $word in --container-*) echo "$word" >>"$PYXIS_SAW" ;; *) kept+=("$word") ;; esac; done
@@ -65,9 +65,10 @@ def undisturbed(cluster: Cluster, policy: Path, tmp_path_factory: pytest.TempPat
     return job
 
 
-def test_actors_on_one_node_train_with_a_server_on_the_other(undisturbed: Job) -> None:
+@pytest.mark.smoke
+def test_actors_train_with_a_server_on_the_other_node(undisturbed: Job) -> None:
     job = undisturbed
-    appear_in_order(
+    check_order(
         job,
         f"job {job.number}, start 1",
         "settings: looking for mistakes on n1",
@@ -88,14 +89,13 @@ def test_actors_on_one_node_train_with_a_server_on_the_other(undisturbed: Job) -
     assert job.left() == []
 
 
-def test_with_servers_a_job_that_is_stopped_and_requeued_has_the_same_prompts_draws_and_steps(
-    undisturbed: Job, submit: Submitter
-) -> None:
+@pytest.mark.smoke
+def test_a_requeued_job_has_the_same_prompts_and_draws(undisturbed: Job, submit: Submitter) -> None:
     job = submit.heterogeneous("run", *one_sglang_server(25200), f"run.steps={SGLANG_STEPS}", slow=True)
     job.wait_for_step(1)
     job.tell_to_stop()
     assert job.wait() == 0, job.text()
-    appear_in_order(job, "actors: told to save and stop", "actors: ended with exit code 75", "requeued", "job", "done")
+    check_order(job, "actors: told to save and stop", "actors: ended with exit code 75", "requeued", "job", "done")
     assert f"job {job.number}, start 2" in job.text()
     assert job.scored() == undisturbed.scored()
     ours, theirs = ([{key: row.get(key) for key in DRAWS} for row in rows(each.run)] for each in (job, undisturbed))
@@ -103,9 +103,7 @@ def test_with_servers_a_job_that_is_stopped_and_requeued_has_the_same_prompts_dr
     assert job.left() == []
 
 
-def test_at_its_time_limit_a_job_saves_is_requeued_and_ends_with_the_same_metrics_bit_for_bit(
-    whole: Job, submit: Submitter
-) -> None:
+def test_a_job_cut_by_its_time_limit_has_the_same_metrics(whole: Job, submit: Submitter) -> None:
     # Slurm looks at limits twice a minute, and signals up to half a minute early: after 60 to 90 s.
     limit = ("--time=2", "--signal=B:USR1@30")
     cut = submit.one_node("cut", f"run.steps={LOCAL_STEPS}", flags=limit, slow=True)
@@ -113,20 +111,20 @@ def test_at_its_time_limit_a_job_saves_is_requeued_and_ends_with_the_same_metric
     (cut.run / "slow").unlink()
     cut.cluster.call("scontrol", "update", f"JobId={cut.number}", "TimeLimit=10")
     assert cut.wait() == 0, cut.text()
-    appear_in_order(cut, "actors: told to save and stop", "actors: ended with exit code 75", "requeued", "job", "done")
+    check_order(cut, "actors: told to save and stop", "actors: ended with exit code 75", "requeued", "job", "done")
     assert f"job {cut.number}, start 2" in cut.text()
     assert cut.scored() == whole.scored()
     assert rows(cut.run) == rows(whole.run)
 
 
-def test_each_step_runs_in_the_container_that_is_named(whole: Job) -> None:
+def test_each_step_runs_in_the_named_container(whole: Job) -> None:
     flags = ["--container-image=registry#image:1", f"--container-workdir={ROOT}"]
     flags.append(f"--container-mounts={ROOT}:{ROOT},/data:/data")
     steps = ("check", "train", "check")
     assert (whole.log.parent / "saw").read_text().splitlines() == flags * len(steps)
 
 
-def test_a_job_that_gained_nothing_is_not_requeued(submit: Submitter) -> None:
+def test_a_job_without_progress_is_not_requeued(submit: Submitter) -> None:
     job = submit.one_node("run", f"run.steps={FOR_EVER}")
     job.wait_for_line("actors: starting")
     job.tell_to_stop()  # long before there is a step to save
@@ -146,28 +144,28 @@ def test_scancel_leaves_no_process(submit: Submitter) -> None:
     assert "ended by Slurm: cancelled" in lines(job)[-1]
 
 
-def test_a_rank_that_is_killed_ends_the_job_with_its_name(submit: Submitter) -> None:
+def test_a_killed_rank_ends_the_job_with_its_name(submit: Submitter) -> None:
     job = submit.one_node("run", f"run.steps={FOR_EVER}")
     job.wait_for_step(1)
     job.ranks()[1].kill()
     assert job.wait(60) == 137, job.text()
-    appear_in_order(job, "actors: starting", "srun: error: n1: task 1: Killed", "actors: ended with exit code 137")
+    check_order(job, "actors: starting", "srun: error: n1: task 1: Killed", "actors: ended with exit code 137")
     assert lines(job)[-1].startswith("ended: a rank crashed or was killed")
     assert job.left() == []
 
 
-def test_a_server_that_dies_for_good_ends_the_job_with_its_name_and_its_last_words(submit: Submitter) -> None:
+def test_a_dead_server_ends_the_job_with_its_last_words(submit: Submitter) -> None:
     dies = "[/bin/bash,-c,'echo out of memory; sleep 3; kill -9 $$']"
     settings = [*one_sglang_server(25400), f"rollout.launch.command={dies}"]
     job = submit.heterogeneous("run", *settings, f"run.steps={FOR_EVER}")
     assert job.wait(60) == 2, job.text()
-    appear_in_order(job, "error: rollout.launch.command", "servers: ended with exit code 2", "ended with exit code 2")
+    check_order(job, "error: rollout.launch.command", "servers: ended with exit code 2", "ended with exit code 2")
     said = "\n".join(lines(job))
     assert "server n2 was ended by signal 9 (Killed) before it could generate" in said and "out of memory" in said
     assert job.left() == []
 
 
-def test_a_node_that_is_lost_ends_the_job_with_its_name_and_its_last_words_and_it_starts_again(
+def test_a_lost_node_is_named_and_the_job_starts_again(
     submit: Submitter,
 ) -> None:
     job = submit.heterogeneous("run", *one_sglang_server(25500), f"run.steps={FOR_EVER}")
@@ -178,6 +176,5 @@ def test_a_node_that_is_lost_ends_the_job_with_its_name_and_its_last_words_and_i
         job.wait_for_line("ended by Slurm", 180)  # Slurm asks its nodes now and then
     finally:
         job.cluster.start_node("n2")
-    appear_in_order(job, "srun: error: Node failure on n2", "node n2 is down", "the last lines of its server", "ended")
-    assert "*** starting server n2".replace("***", "") in job.text()
+    check_order(job, "srun: error: Node failure on n2", "node n2 is down", "the last lines of its server", "ended")
     job.wait_for_line(f"job {job.number}, start 2", 60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, wait_for
-from tests.slurm.jobs import ENDED, ROOT, WAIT_S, Job, Submitter, one_sglang_server
+from tests.slurm.jobs import ROOT, WAIT_S, Job, Submitter, one_sglang_server
 from tests.small_runs import rows
 
 pytestmark = pytest.mark.slurm
@@ -21,51 +20,50 @@ STEPS = 3
 ON_SLURM = ("--executor", "slurm", "cluster.partition=loopback", "cluster.gpus_per_node=2")
 
 
-def launch(home: Path, cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+def launch(home: Path, cluster: Cluster, *words: str, code: int = 0, **more: str) -> str:
     command = [sys.executable, "-m", "megatron_dppo", "launch", *words]
-    environ = cluster.environment | {"NEMORUN_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    environ = cluster.environment | {"NEMORUN_HOME": str(home), "OMP_NUM_THREADS": "1"} | more
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr * (code != 0)
 
 
-def submitted(cluster: Cluster, run: Path) -> Job:
-    """The one job that there is."""
+def submit_detached(cluster: Cluster, home: Path, run: Path, *words: str) -> Job:
+    """Return the one job that there is."""
+    launch(home, cluster, *words, *ON_SLURM, "--detach")
     number = cluster.call("squeue", "-h", "-o", "%A").stdout.split()[0]
     log = re.search(r"StdOut=(\S*/log-\S+)", cluster.call("scontrol", "show", "job", number).stdout)
     assert log, "NeMo-Run looks for the log under this name"
     return Job(cluster, int(number), Path(log[1]), run)
 
 
-def test_here_it_trains_to_the_end_and_a_mistake_is_a_failure(submit: Submitter, tmp_path: Path) -> None:
+def check_done(job: Job) -> None:
+    assert job.wait() == 0, job.text()
+    assert f"done: {job.run}: {STEPS} of {STEPS} steps are done" in job.text(), "the job script of sbatch"
+    assert len(rows(job.run)) == STEPS
+
+
+def test_a_local_launch_trains_and_a_mistake_fails(submit: Submitter, tmp_path: Path) -> None:
     run, settings = submit.settings("run", f"run.steps={STEPS}", "layout.tp=2")
-    done = launch(tmp_path / "nemo", submit.cluster, *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch(tmp_path / "nemo", submit.cluster, *settings)
     assert len(rows(run)) == STEPS
-    wrong = launch(tmp_path / "nemo", submit.cluster, *settings, "layout.tp=3")
-    assert wrong.returncode == 1
-    assert "error: layout.tp = 3" in wrong.stdout + wrong.stderr
+    assert "error: layout.tp = 3" in launch(tmp_path / "nemo", submit.cluster, *settings, "layout.tp=3", code=1)
 
 
-def test_on_slurm_actors_train_with_a_server_on_a_node_of_its_own(submit: Submitter, tmp_path: Path) -> None:
+def test_actors_train_with_a_server_on_its_own_node(submit: Submitter, tmp_path: Path) -> None:
     server = [*one_sglang_server(25600), "rollout.launch.tp=2"]  # on both GPUs that a node has for this job
     run, settings = submit.settings("run", f"run.steps={STEPS}", "layout.tp=2", *server)
     placed = ["cluster.server_nodes=1", "cluster.hours=0.2"]
-    done = launch(tmp_path / "nemo", submit.cluster, *settings, *placed, *ON_SLURM, "--detach")
-    assert done.returncode == 0, done.stdout + done.stderr
-    job = submitted(submit.cluster, run)
-    wait_for(lambda: job.field("JobState") in ENDED, WAIT_S, "end of the job")
-    assert job.field("JobState") == "COMPLETED", job.text()
-    assert f"done: {run}: {STEPS} of {STEPS} steps are done" in job.text(), "it is the job of sbatch"
-    assert len(rows(run)) == STEPS
+    job = submit_detached(submit.cluster, tmp_path / "nemo", run, *settings, *placed)
+    check_done(job)
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
     assert re.search("[0-9a-f]{48}", job.text()) is None, "the log holds the servers' secret"
     wait_for(lambda: not job.left(), 30, "end of all processes")
 
 
-def test_told_to_stop_it_saves_and_goes_on_in_its_next_start(submit: Submitter, tmp_path: Path) -> None:
+def test_a_stopped_job_saves_and_resumes_in_its_next_start(submit: Submitter, tmp_path: Path) -> None:
     run, settings = submit.settings("run", "run.steps=100000", "layout.tp=2", slow=True)
-    done = launch(tmp_path / "nemo", submit.cluster, *settings, *ON_SLURM, "--detach")
-    assert done.returncode == 0, done.stdout + done.stderr
-    job = submitted(submit.cluster, run)
+    job = submit_detached(submit.cluster, tmp_path / "nemo", run, *settings)
     job.wait_for_step(1)
     job.tell_to_stop()
     wait_for(lambda: job.field("Restarts") == "1" and job.field("JobState") == "RUNNING", WAIT_S, "second start")
@@ -77,28 +75,21 @@ def test_told_to_stop_it_saves_and_goes_on_in_its_next_start(submit: Submitter, 
     assert f"requeued: {run}: {saved} of 100000 steps are done" in job.text()
 
 
-def test_the_script_of_a_dry_run_is_taken_and_run_as_it_is(submit: Submitter, tmp_path: Path) -> None:
+def test_the_script_of_a_dry_run_runs_as_it_is(submit: Submitter, tmp_path: Path) -> None:
     def script(*words: str) -> str:
-        done = launch(tmp_path / "nemo", submit.cluster, *words, "--dry-run")
-        assert done.returncode == 0 and not (tmp_path / "nemo").exists(), done.stderr
-        (tmp_path / "job.sh").write_text(done.stdout)
+        (tmp_path / "job.sh").write_text(launch(tmp_path / "nemo", submit.cluster, *words, "--dry-run"))
+        assert not (tmp_path / "nemo").exists()
         return str(tmp_path / "job.sh")
 
-    large = script("configs/qwen3_32b_dppo.yaml", *ON_SLURM[:2])
-    judged = submit.cluster.call("sbatch", "--test-only", large)
+    judged = submit.cluster.call("sbatch", "--test-only", script("configs/qwen3_32b_dppo.yaml", *ON_SLURM[:2]))
     assert judged.returncode == 0 and " to start at " in judged.stderr, judged.stderr
     run, settings = submit.settings("run", f"run.steps={STEPS}", "layout.tp=2")
     sent = submit.cluster.call("sbatch", "--parsable", f"--output={tmp_path}/log", script(*settings, *ON_SLURM))
     assert sent.returncode == 0, sent.stderr
-    job = Job(submit.cluster, int(sent.stdout), tmp_path / "log", run)
-    assert job.wait() == 0, job.text()
-    assert f"done: {run}: {STEPS} of {STEPS} steps are done" in job.text()
-    assert len(rows(run)) == STEPS
+    check_done(Job(submit.cluster, int(sent.stdout), tmp_path / "log", run))
 
 
-def test_a_machine_without_slurm_is_told_so(tmp_path: Path) -> None:
-    environ = {**os.environ, "PATH": str(Path(sys.executable).parent), "NEMORUN_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "megatron_dppo", "launch", "configs/qwen3_32b_dppo.yaml", *ON_SLURM]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --executor = slurm\n  problem  sbatch is not on the path")
+def test_a_machine_without_slurm_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    words = ["configs/qwen3_32b_dppo.yaml", *ON_SLURM]
+    said = launch(tmp_path, cluster, *words, code=2, PATH=str(Path(sys.executable).parent))
+    assert said.startswith("error: --executor = slurm\n  problem  sbatch is not on the path")
