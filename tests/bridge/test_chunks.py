@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.bridge import chunks as module
-from megatron_dppo.bridge.chunks import Chunk, parameter_chunks, read_rows, tensor_chunks, write_at
+from megatron_dppo.bridge.chunks import Chunk, parameter_chunks, read_rows, tensor_chunks
 from megatron_dppo.bridge.hf_directory import SAFETENSORS
 from megatron_dppo.bridge.mapping import entries
-from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
 QWEN3 = PolicyShape(1, 12, 6, 3, 4, 10, 37, False, 1e6, 1e-6, 128)
@@ -83,17 +82,3 @@ def test_rows_beyond_all_chunks_are_zero(tmp_path: Path) -> None:
     part = store(tmp_path / "file", torch.ones(4, 3))
     with patch.object(module, "BUFFER_BYTES", 24):
         assert torch.equal(read((7, 3), [part], torch.float32), torch.cat([torch.ones(4, 3), torch.zeros(3, 3)]))
-
-
-def test_a_truncated_file_is_named(tmp_path: Path) -> None:
-    part = store(tmp_path / "file", torch.ones(4, 3))
-    (tmp_path / "file").write_bytes((tmp_path / "file").read_bytes()[:-1])
-    with pytest.raises(UserError, match="file: ends at byte 47, within a tensor"):
-        list(read_rows((4, 3), [part], torch.float32))
-
-
-def test_bytes_are_written_buffer_after_buffer(tmp_path: Path) -> None:
-    data = [bytes(range(200)), b"", memoryview(b"end")]
-    with (tmp_path / "file").open("wb") as file, patch.object(module, "BUFFER_BYTES", 7):
-        assert write_at(file.fileno(), 3, data) == 206
-    assert (tmp_path / "file").read_bytes() == bytes(3) + bytes(range(200)) + b"end"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ from safetensors.torch import save_file
 from megatron_dppo.bridge import convert, convert_commands
 from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, TRACKER
 from megatron_dppo.bridge.chunks import Chunk
-from megatron_dppo.bridge.convert import compare_logits, compare_tensors, in_threads, logits_dtype, stored_chunks
+from megatron_dppo.bridge.convert import compare_logits, compare_tensors, logits_dtype, stored_chunks
 from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
@@ -54,16 +52,6 @@ def test_mixed_types_become_their_common_type(tmp_path: Path, other: torch.dtype
     assert same(weights(tmp_path / "back"), {name: tensor.to(both) for name, tensor in tensors.items()})
 
 
-def test_a_tied_output_layer_is_not_carried_along(tmp_path: Path) -> None:
-    write_qwen3(tmp_path / "source", Sizes(tie_word_embeddings=True), dtype=torch.bfloat16)
-    tensors = weights(tmp_path / "source")
-    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].float()}
-    save_file(tensors | copy, tmp_path / "source" / "model.safetensors")
-    assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
-    assert to_hf(tmp_path / "megatron", tmp_path / "back") == 0
-    assert same(weights(tmp_path / "back"), tensors)
-
-
 def test_transformers_loads_a_checkpoint_named_by_itself(tmp_path: Path) -> None:
     source = tmp_path / "source"
     write_qwen3(source, Sizes())
@@ -74,23 +62,6 @@ def test_transformers_loads_a_checkpoint_named_by_itself(tmp_path: Path) -> None
     (tmp_path / "megatron" / "release").rename(tmp_path / "alone")
     assert to_hf(tmp_path / "alone", tmp_path / "back", "--hf", str(source), "--shard-gb", "4e-5") == 0
     assert_same_for_transformers(tmp_path / "back", source)
-
-
-def test_a_failure_ends_the_work_of_all_threads() -> None:
-    done: list[int] = []
-    threads = set()
-
-    def work(item: int) -> None:
-        threads.add(threading.get_ident())
-        if item == 5:
-            raise OSError("full")
-        time.sleep(0.01)
-        done.append(item)
-
-    with pytest.raises(OSError, match="full"):
-        in_threads(work, range(1000), 2)
-    assert len(done) < 1000 - 1
-    assert len(threads) <= 2
 
 
 NAMES = {
@@ -134,15 +105,6 @@ def test_a_flipped_bit_in_either_form_is_found(tmp_path: Path, form: str) -> Non
             compare(tmp_path / "source", checkpoint)
         flip(part.file, 8 * (part.start + byte))
     assert compare(tmp_path / "source", checkpoint) == digest
-
-
-def test_the_digest_is_the_policys_and_not_the_files(tmp_path: Path) -> None:
-    digests = []
-    for name, tied, shard_size in (("one", False, "1GB"), ("more", False, "40KB"), ("tied", True, "1GB")):
-        write_qwen3(tmp_path / name, Sizes(tie_word_embeddings=tied), shard_size=shard_size)
-        assert to_megatron(tmp_path / name, tmp_path / f"{name}.megatron") == 0
-        digests.append(compare(tmp_path / name, tmp_path / f"{name}.megatron/release"))
-    assert digests[0] == digests[1] != digests[2]
 
 
 def flipping(write: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -90,39 +89,34 @@ def test_a_bad_origin_is_refused(
     assert {path.name for path in tmp_path.iterdir()} <= {"source", "checkpoint", "out"}
 
 
-READ: list[tuple[str, Convert, str, str, str]] = [
-    ("HF", to_megatron, "source", LAST, LAST),
-    ("CKPT", to_hf, "checkpoint/release", METADATA, METADATA),
-    ("CKPT", to_hf, "checkpoint/release", SHARDS, SHARDS),
-    ("CKPT", to_hf, "checkpoint/release", CHECKSUMS, CHECKSUMS),
+DAMAGED = [
+    (METADATA, True, METADATA),
+    (SHARDS, True, SHARDS),
+    (CHECKSUMS, True, CHECKSUMS),
+    (METADATA, False, METADATA),
+    (SHARDS, False, f"{SHARDS} |embedding.word_embeddings.weight cannot be read"),
 ]
-"""A setting, its conversion, the folder and the file, and the text of the refusal."""
-READ_UNCHECKED = [
-    ("CKPT", to_hf, "checkpoint/release", METADATA, METADATA),
-    ("CKPT", to_hf, "checkpoint/release", SHARDS, f"{SHARDS} |embedding.word_embeddings.weight cannot be read"),
-]
-"""The same of a checkpoint of an earlier version, which wrote no checksums."""
+"""A file, whether there are checksums (earlier versions wrote none), and the text of the refusal."""
 
 
-@pytest.mark.parametrize("checked", [True, False], ids=["checksums", "without checksums"])
+@pytest.mark.parametrize(("name", "checked", "said"), DAMAGED)
 def test_a_damaged_file_is_named_and_nothing_is_written(
-    source: Path, checkpoint: Path, tmp_path: Path, checked: bool, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, name: str, checked: bool, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    place = checkpoint / "release"
     if not checked:
-        (checkpoint / "release" / CHECKSUMS).unlink()
-    for setting, convert, folder, name, said in READ if checked else READ_UNCHECKED:
-        place = tmp_path / folder
-        for damage in UNUSABLE if not checked else ("truncated", "zeros", "a folder"):
-            whole = (place / name).read_bytes()
-            UNUSABLE[damage](place / name, random.Random(damage))
-            before = contents(tmp_path)
-            assert convert(source if convert is to_megatron else checkpoint, tmp_path / "absent") == 2
-            text = printed_error(capsys)
-            assert text.startswith(f"error: {setting} = {place}") and re.search(said, text), (name, damage, text)
-            assert contents(tmp_path) == before
-            if (place / name).is_dir():
-                (place / name).rmdir()
-            (place / name).write_bytes(whole)
+        (place / CHECKSUMS).unlink()
+    whole = (place / name).read_bytes()
+    for damage in UNUSABLE.keys() - {"missing" if name == CHECKSUMS else ""}:
+        UNUSABLE[damage](place / name, random.Random(damage))
+        before = contents(tmp_path)
+        assert to_hf(checkpoint, tmp_path / "absent") == 2
+        text = printed_error(capsys)
+        assert text.startswith(f"error: CKPT = {place}") and re.search(said, text), (damage, text)
+        assert contents(tmp_path) == before
+        if (place / name).is_dir():
+            (place / name).rmdir()
+        (place / name).write_bytes(whole)
 
 
 def test_only_conversions_are_replaced_and_only_when_asked(
@@ -267,23 +261,6 @@ def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(
     assert f"error: OUT = {small_disk}/out problem was not written" in text
     assert "No space left on device" in text
     assert list(small_disk.iterdir()) == [small_disk / "ballast"]
-
-
-def test_a_failing_write_leaves_the_former_one(
-    convert: Convert, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert convert(out) == 0
-    before = contents(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, limits[1]))
-    try:
-        assert convert(out, "--overwrite") == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert f"error: OUT = {out} problem was not written ([Errno 27] File too large)" in printed_error(capsys)
-    assert contents(tmp_path) == before
-    assert list(tmp_path.iterdir()) == [out]
 
 
 def end_in_mid_write(number: int, convert: Convert, out: Path) -> None:

@@ -42,7 +42,7 @@ def test_transformers_loads_an_export_and_the_next_replaces_it(ranks: RankPool, 
     draft = out.with_name(".hf.writing")
     draft.mkdir()
     (draft / "left by a kill").touch()
-    ranks.run(1, export, source, out, ONE, LARGE, torch.bfloat16)
+    ranks.run(2, export, source, out, TP2, LARGE, torch.bfloat16)
     assert [file.name for file in out.glob("*.safetensors*")] == ["model.safetensors"]
     assert [path.name for path in out.parent.iterdir()] == ["hf"]
     written, stored = (load_file(folder / "model.safetensors") for folder in (out, source))

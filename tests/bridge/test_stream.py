@@ -224,28 +224,3 @@ def stream_alone(rank: int, size: int, path: Path, layout: LayoutConfig) -> bool
 def test_replicas_exchange_nothing(ranks: RankPool, tmp_path: Path, layout: LayoutConfig) -> None:
     write_qwen3(tmp_path, Sizes())
     assert all(ranks.run(4, stream_alone, tmp_path, layout, timeout=60.0))
-
-
-def find_copies(rank: int, size: int, path: Path) -> set[str]:
-    """Return the modules whose tensors in the stream are no views of parameters."""
-    model, _, world = loaded_policy(path, LayoutConfig())
-    storages = {parameter.untyped_storage().data_ptr() for chunk in model for parameter in chunk.parameters()}
-    streamed = [item for bucket in weight_stream(model, world) for item in bucket.items()]
-    return {name.split(".")[-2] for name, each in streamed if each.untyped_storage().data_ptr() not in storages}
-
-
-def test_an_unsplit_policy_is_copied_for_qkv_alone(ranks: RankPool, tmp_path: Path) -> None:
-    write_qwen3(tmp_path, Sizes())
-    assert ranks.run(1, find_copies, tmp_path) == [{"q_proj", "k_proj", "v_proj"}]
-
-
-def cast_stream(rank: int, size: int, path: Path) -> bool:
-    model, _, world = loaded_policy(path, TP2)
-    stored = load_file(path / "model.safetensors")
-    stream = weight_stream(model, world, bucket_mib=1, dtype=torch.bfloat16)
-    return all(torch.equal(t, stored[n].bfloat16()) for bucket in stream for n, t in bucket.items())
-
-
-def test_a_stream_may_have_another_type(ranks: RankPool, tmp_path: Path) -> None:
-    write_qwen3(tmp_path, replace(SEVERAL_BUCKETS, vocab_size=4096))
-    assert all(ranks.run(2, cast_stream, tmp_path))

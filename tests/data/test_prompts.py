@@ -99,10 +99,6 @@ def test_a_dot_in_a_columns_own_name_wins(load: Load, tmp_path: Path) -> None:
     assert load(file, label_key="x.y")[0].label == "literal"
 
 
-def test_a_line_separator_inside_a_string_ends_no_row(load: Load) -> None:
-    assert "a\u2028b" in load([{"prompt": "a\u2028b", "label": "1"}])[0].text
-
-
 def test_overlong_prompts_are_dropped_and_counted(load: Load, refuse: Refuse) -> None:
     rows = [{"prompt": text, "label": "1"} for text in ("a", "word " * 50, "b")]
     pool = load(rows, max_prompt_tokens=20, overlong_prompts="drop")
@@ -139,12 +135,3 @@ def test_worked_answers_end_with_the_end_of_the_turn(load: Load, write: Write, t
 def test_a_worked_answer_without_text_is_refused(write: Write, tokenizer: Tokenizer, answer: object) -> None:
     with pytest.raises(UserError, match=r"line 1: holds|line 1: has an empty answer"):
         load_worked_answers(DataConfig(train=write([{"prompt": "Hi", "label": answer}])), tokenizer)
-
-
-def test_worked_answers_of_sums_are_written_out(tokenizer: Tokenizer) -> None:
-    data = DataConfig(chat_template=False, arithmetic={"problems": 5, "eval_problems": 1, "min_terms": 3})
-    for worked in load_worked_answers(data, tokenizer):
-        question, answer = tokenizer.decode(worked.prompt_ids), tokenizer.decode(worked.response_ids[:-1])
-        terms = [int(term) for term in question.removesuffix("=").split("+")]
-        *lines, last = answer.split("\n")
-        assert last == f"#{sum(terms)}" and len(lines) == len(terms) - 1

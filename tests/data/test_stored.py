@@ -18,11 +18,10 @@ import pytest
 
 from megatron_dppo.config import DataConfig
 from megatron_dppo.config.rollout import SourceConfig
-from megatron_dppo.data import prompts, stored
-from megatron_dppo.data.examples import sources_of
+from megatron_dppo.data import stored
 from megatron_dppo.data.prompts import LabelCheck, PromptPool, load_prompts, load_worked_answers
 from megatron_dppo.data.rows import Row
-from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from tests.data.conftest import Load, Refuse
 
@@ -118,19 +117,6 @@ def test_stored_prompts_equal_those_in_memory(
 def test_a_folder_of_several_kinds_is_refused(refuse: Refuse, tmp_path: Path, name: str, rows: list[Any]) -> None:
     first, other = write(tmp_path / "a.parquet", TYPED), write(tmp_path / name, rows)
     refuse(tmp_path, f"{other}: is of another kind than {first}, or has")
-
-
-@pytest.mark.usefixtures("large")
-def test_a_tokenizer_is_loaded_once_for_all_batches(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = DataConfig(train=write(tmp_path / "rows.jsonl", ROWS[:2] * 4), chat_template=True)
-    loaded: list[Path] = []
-    monkeypatch.setattr(prompts, "load_tokenizer", lambda path: loaded.append(path) or load_tokenizer(path))
-    for _ in range(2):
-        (source,) = sources_of(data, "train")
-        prompts.prepare(source, data, Path(tokenizer.name_or_path), responses=False)
-        assert len(loaded) == 1, "stored rows need none"
 
 
 def test_stored_worked_answers_equal_those_in_memory(

@@ -49,21 +49,11 @@ def picky(completion):
         raise ArithmeticError("no such answer")
     return 0.0
 
-def add(a: int, b: int) -> int:
-    "Their sum."
-    return a + b
-
-def called(completion):
-    return sum(message["role"] == "tool" for message in completion)
-
-def load_environment(size=9, held_out=0, tools=0):
+def load_environment(size=9, held_out=0):
     rows = [{"question": f"{i}+{i}=", "answer": str(2 * i), "info": {"level": 1 + i}} for i in range(size + held_out)]
     own = {"eval_dataset": Dataset.from_list(rows[size:])} if held_out else {}
-    funcs, weights = [right, shortest, picky, called], [1.0, 0.5, 1.0, 16.0]
-    kind, more = (vf.ToolEnv, {"tools": [add]}) if tools else (vf.SingleTurnEnv, {})
-    parts = {"dataset": Dataset.from_list(rows[:size]), "system_prompt": "Add.", **own, **more}
-    made = [kind(**parts, rubric=vf.Rubric(funcs=funcs, weights=weights)) for _ in range(max(tools, 1))]
-    return made[0] if len(made) == 1 else vf.EnvGroup(made)
+    rubric = vf.Rubric(funcs=[right, shortest, picky], weights=[1.0, 0.5, 1.0])
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows[:size]), system_prompt="Add.", rubric=rubric, **own)
 """
 GAME = """
 import itertools
@@ -170,7 +160,6 @@ def test_held_out_problems_are_the_environments_own_or_drawn_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"arguments": {"tools": 2}}, "(EnvGroup) has tools in one of its environments"),
         ({"environment": "no_such"}, "no_such: cannot be loaded (ValueError: Could not import"),
         ({"environment": "exits"}, "cannot be loaded (SystemExit: 0)"),
         ({"eval_problems": 9}, "leaves nothing to train on of the 9 problems"),
@@ -204,16 +193,6 @@ def converse(config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit:
     sampling = sampling_of(samples=1, max_tokens=limit)
     client = ScriptedClient(function=function, prompt=prompt, sampling=sampling, number=0, texts=list(texts))
     return asyncio.run(function.have(client))
-
-
-def score_group(prompt: Prompt, completions: Sequence[Completion], folder: Path | str) -> list[float]:
-    from megatron_dppo.data.verifiers import group_score
-
-    items = []
-    for each in completions:
-        tokens, mask = each.token_ids.tolist(), each.loss_mask.tolist()
-        items.append(ScoreItem.of(prompt, "", tokens, mask, each.finish_reason, str(folder)))
-    return group_score(items)
 
 
 def play_rollouts(config: Config, prompt: Prompt, group: Sequence[Sequence[str]]) -> list[float]:
@@ -263,31 +242,15 @@ def test_conversations_have_the_tokens_and_rewards_of_rollouts(workers: RewardWo
     assert tokenizer.decode(converse(config, tokenizer, elsewhere, "3", "7").token_ids) == "3<|im_end|>"
 
 
-def test_an_environments_tools_answer_the_policys_calls(calling: Tokenizer) -> None:
-    """Words and calls, two calls at once, a failing call, and an unreadable call, which ends the rollout."""
-    config = game("data.verifiers.environment=toy-sums", "data.verifiers.arguments={tools: 1}")
-    prompt = prompts_for(config, calling)[0]
-    assert '{"type": "function", "function": {"name": "add", "description": "Their sum.", "parame' in prompt.text
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": %s}}\n</tool_call>'
-    right = str(prompt.label)
-    spoken = [(f"So: {call % 2}\n{call % 3}", call % '"?"', right), ("<tool_call>add</tool_call>", right)]
-    group = [converse(config, calling, prompt, *texts, limit=1000) for texts in spoken]
-    told = [calling.decode(each.token_ids[~each.loss_mask]) for each in group]
-    answers = [part.partition("\n</tool_response>")[0] for part in told[0].split("<tool_response>\n")[1:]]
-    assert answers[:2] == ["3", "4"] and "unsupported operand" in answers[2] and len(answers) == 3
-    assert told[0].startswith("\n<|im_start|>user\n<tool_response>\n3") and told[0].endswith("<|im_start|>assistant\n")
-    assert told[1] == "" and calling.decode(group[1].token_ids) == "<tool_call>add</tool_call><|im_end|>"
-    level = 1.0 + int(right) // 2
-    shortest = float(len(right) <= len(spoken[1][0]))
-    assert score_group(prompt, group, calling.name_or_path) == [level + 0.5 * shortest + 16.0 * 3, 0.0]
-
-
 def test_other_answers_while_scoring_are_an_error(policy: Path, tokenizer: Tokenizer) -> None:
+    from megatron_dppo.data.verifiers import group_score
+
     config = game("data.verifiers.arguments={noisy: true}")
     prompt = prompts_for(config, tokenizer)[0]
-    completion = converse(config, tokenizer, prompt, "0", str(prompt.label))
+    said = converse(config, tokenizer, prompt, "0", str(prompt.label))
+    item = ScoreItem.of(prompt, "", said.token_ids.tolist(), said.loss_mask.tolist(), said.finish_reason, str(policy))
     with pytest.raises(OtherAnswerError, match="The environment answered, otherwise than when"):
-        score_group(prompt, [completion], policy)
+        group_score([item])
 
 
 def test_several_turns_have_to_be_asked_for(tokenizer: Tokenizer) -> None:
