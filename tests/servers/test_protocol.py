@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -41,9 +40,6 @@ from tests.rollout.local import forks_of
 from tests.rollout.servers.script import dispatcher_of, prompts_of
 from tests.servers.real import (
     AGREES,
-    CANARY,
-    PYTHONS,
-    SGLANG_ON_CPU,
     Kind,
     RealServer,
     RealServers,
@@ -332,24 +328,6 @@ def test_no_rank_of_a_server_outlives_the_trainer(served_policy: Path, tmp_path:
             trainer.kill()
 
 
-def test_a_called_placeholder_leaves_a_mark(tmp_path: Path) -> None:
-    """Also if the caller swallows the exception."""
-    python = os.environ.get(PYTHONS["sglang"]) or pytest.skip("needs SGLang")
-    code = (
-        "import contextlib, placeholders; placeholders.install(); import sgl_kernel, torchvision\n"
-        "with contextlib.suppress(Exception): sgl_kernel.rmsnorm(1)\n"
-        "with contextlib.suppress(Exception): torchvision.transforms.functional.resize.fast(1)\n"
-        "with contextlib.suppress(Exception):\n    class Derived(torchvision.io.Video): pass\n"
-    )
-    environment = os.environ | {CANARY: str(tmp_path / "mark")}
-    subprocess.run([python, "-c", code], check=True, env=environment, cwd=SGLANG_ON_CPU.parent)
-    assert [line.rpartition(": ")[2] for line in (tmp_path / "mark").read_text().splitlines()] == [
-        "sgl_kernel.rmsnorm",
-        "torchvision.transforms.functional.resize.fast",
-        "class derived from torchvision.io.Video",
-    ]
-
-
 def test_deterministic_sglang_takes_a_request_a_sample(serve: Callable[..., Served]) -> None:
     """Deterministic kernels, with which seeds count, exist for GPUs only."""
     served = serve("sglang")
@@ -457,11 +435,3 @@ def test_health_sees_a_hang_behind_the_front(vllm: Served, process: str) -> None
         hung.resume()
     assert not raised.value.alive
     vllm.run("health", 20.0)
-
-
-def test_a_server_generates_after_it_has_regained_its_memory(vllm: Served) -> None:
-    """On CPU, nothing is released."""
-    vllm.run("pause", "abort")
-    for step in ("release_memory", "regain_weights", "regain_cache", "resume"):
-        vllm.run(step)
-    assert len(vllm.generate()[0].token_ids) == 24
