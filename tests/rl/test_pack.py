@@ -98,35 +98,24 @@ def test_predictor_sees_its_own_sample_up_to_its_target(samples, align, spare):
 
 
 def test_shared_tokens_are_stored_once_and_predict_for_each_sample() -> None:
-    """A prompt of 3 tokens. The second response goes on from the first one's second token."""
+    """A prompt of 3 tokens. The second response goes on from the first one's second token. Each segment is padded."""
     second = sample(3, 4, shared=5, response_ids=np.array([100, 101, 7, 8]))
-    third = sample(3, 1, shared=3, response_ids=np.array([9]))
-    pack = pack_of(sample(3, 3), second, third, sample(1, 1, first=10), capacity=14)
+    third = sample(3, 1, shared=3, scale=2.0, response_ids=np.array([9]))
+    pack = pack_of(sample(3, 3), second, third, sample(1, 1, first=10), capacity=17, align=2)
     check(
         pack,
-        token_ids=[0, 1, 2, 100, 101, 102, 7, 8, 9, 10, 110, 0, 1, 2],
-        position_ids=[0, 1, 2, 3, 4, 5, 5, 6, 3, 0, 1, 0, 1, 2],
-        cu_seqlens=[0, 3, 5, 6, 8, 9, 11, 14],
-        predictors=[2, 3, 4, 2, 3, 4, 6, 2, 9],
+        token_ids=[0, 1, 2, PAD, 100, 101, 102, PAD, 7, 8, 9, PAD, 10, 110, 0, 1, 2],
+        position_ids=[0, 1, 2, 3, 3, 4, 5, 6, 5, 6, 3, 4, 0, 1, 0, 1, 2],
+        cu_seqlens=[0, 4, 6, 8, 10, 12, 14, 17],
+        predictors=[2, 4, 5, 2, 4, 5, 8, 2, 12],
         targets=[100, 101, 102, 100, 101, 7, 8, 9, 110],
         sample=[0, 0, 0, 1, 1, 1, 1, 2, 3],
+        scale=[1.0] * 7 + [2.0, 1.0],
     )
     assert (pack.tree.parents.tolist(), pack.tree.tokens.tolist()) == ([-1, 0, 1, 1, 0, -1, -1], [3, 2, 1, 2, 1, 2, 3])
     assert pack.max_seqlen == 7
-    assert path_to(pack, 7).tolist() == [0, 1, 2, 3, 4, 6, 7]
-    assert path_to(pack, 10).tolist() == [9, 10]
-
-
-def test_each_segment_of_a_tree_is_padded() -> None:
-    pack = pack_of(sample(3, 1), sample(3, 2, scale=2.0, shared=3), capacity=12, align=4)
-    check(
-        pack,
-        token_ids=[0, 1, 2, PAD, 100, PAD, PAD, PAD, 100, 101, PAD, PAD],
-        position_ids=[0, 1, 2, 3, 3, 4, 5, 6, 3, 4, 5, 6],
-        predictors=[2, 2, 8],
-        scale=[1.0, 2.0, 2.0],
-    )
-    assert pack.tree.tokens.tolist() == [3, 1, 2]
+    assert path_to(pack, 9).tolist() == [0, 1, 2, 4, 5, 8, 9]
+    assert path_to(pack, 13).tolist() == [12, 13]
 
 
 def test_routing_lies_beside_its_tokens() -> None:

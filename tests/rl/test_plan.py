@@ -153,12 +153,6 @@ def test_step_without_any_group_keeps_nothing():
     json.dumps(result.metrics, allow_nan=False)
 
 
-def test_kl_term_trains_completions_without_advantage():
-    samples = samples_of(step_metadata(8, rewards=np.ones((8, 8))), step_config(keep=0.5, kl_coef=0.01))
-    assert 0 < len(samples.group) < 64
-    assert (samples.advantage == 0.0).all()
-
-
 def test_minibatches_are_whole_groups_with_their_part_of_the_window():
     metadata = step_metadata(30, prompt_inclusion=np.full(30, 0.6), window=50.0)
     result = plan(metadata, step_config(rule="none", updates_per_rollout=4, kl_coef=0.1))
