@@ -97,7 +97,7 @@ def test_predictor_sees_its_own_sample_up_to_its_target(samples, align, spare):
     assert pack.max_seqlen == segments.max()
 
 
-def test_shared_tokens_are_stored_once_and_predict_for_each_sample() -> None:
+def test_shared_tokens_are_stored_once_and_predict_for_each() -> None:
     """A prompt of 3 tokens. The second response goes on from the first one's second token. Each segment is padded."""
     second = sample(3, 4, shared=5, response_ids=np.array([100, 101, 7, 8]))
     third = sample(3, 1, shared=3, scale=2.0, response_ids=np.array([9]))

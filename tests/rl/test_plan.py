@@ -153,7 +153,7 @@ def test_step_without_any_group_keeps_nothing():
     json.dumps(result.metrics, allow_nan=False)
 
 
-def test_minibatches_are_whole_groups_with_their_part_of_the_window():
+def test_minibatches_are_whole_groups_with_a_part_of_the_window():
     metadata = step_metadata(30, prompt_inclusion=np.full(30, 0.6), window=50.0)
     result = plan(metadata, step_config(rule="none", updates_per_rollout=4, kl_coef=0.1))
     groups = [np.unique(minibatch.samples.group) for minibatch in result.minibatches]

@@ -59,7 +59,7 @@ def advantages(given: Forests, **settings: object) -> Floats:
 
 @pytest.mark.parametrize("baseline", ["siblings", "roots", "mixed"])
 @pytest.mark.parametrize("name", CASES)
-def test_expected_estimate_is_the_gradient_of_the_expected_reward(name: str, baseline: str) -> None:
+def test_expected_estimate_is_the_gradient_of_the_reward(name: str, baseline: str) -> None:
     assert case(name).error(advantages(case(name), baseline=baseline)) < 1e-12
 
 
