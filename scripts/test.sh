@@ -32,8 +32,8 @@ fi
 source "$(dirname "$0")/install.sh" "$extras"
 newest=(
     tests/models tests/parallel tests/bridge/test_{torch_dist,load}.py tests/trainer/test_*checkpoint*.py
-    tests/trainer/test_{learner,resume}.py tests/laws/test_{resume,routing_replay}.py
-    tests/test_{context_parallel,families,lora,split_invariance}.py tests/laws/test_real_gradients.py tests/rehearsal
+    tests/trainer/test_{learner,resume}.py tests/rehearsal
+    tests/laws/test_{parity,real_gradients,resume,routing_replay,split_invariance}.py
 )
 export OMP_NUM_THREADS=1
 installed() { [ "${INSTALL_ONLY:-}" ] && echo "installed: $tier"; }
