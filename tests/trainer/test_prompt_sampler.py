@@ -157,6 +157,15 @@ def test_baseline_of_the_minibatch_favours_wrong_prompts(loss: str, by_minibatch
     assert min(likelier) > max(other)
 
 
+@pytest.mark.parametrize("rule", ["neyman", "threshold"])
+def test_change_of_predictor_is_noted_where_it_matters(rule: str) -> None:
+    accuracy = np.where(np.arange(8 * WINDOW) % 2 == 0, 1.0, 0.0)
+    sampler, notes = make_sampler(f"pruning.prompts.rule={rule}", pool=8 * WINDOW), []
+    for step in range(6):
+        notes += sampler.remember(roll_out(sampler.select(step), accuracy, seed=step)).notes
+    assert any("predicts prompts from now on" in note for note in notes) == (rule == "neyman")
+
+
 def test_draws_differ_from_step_to_step() -> None:
     """The kept places of a window differ from step to step, and are a function of the step alone."""
     order, sampler = PromptOrder([WINDOW], 3), make_sampler()
