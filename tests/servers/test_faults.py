@@ -19,7 +19,7 @@ from tests.servers.conftest import SIZES
 from tests.servers.on_ranks import LONG, PROMPTS, SAMPLES, Round
 from tests.servers.real import AGREES, FIRST_PORT, PYTHONS, Kind, RealServers, given, launch_settings
 
-pytestmark = [pytest.mark.servers, pytest.mark.xdist_group("servers/test_faults")]
+pytestmark = pytest.mark.servers
 
 
 def settings_of(folder: Path, policy: Path, *more: str) -> list[str]:

@@ -46,7 +46,7 @@ from tests.servers.real import (
     launch_settings,
 )
 
-pytestmark = [pytest.mark.servers, pytest.mark.xdist_group("servers/test_protocol")]
+pytestmark = pytest.mark.servers
 
 PROMPT = [5 + i % 40 for i in range(200)]
 """Longer than a block of a server's cache, so that a cache that was not flushed shows."""

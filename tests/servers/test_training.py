@@ -44,7 +44,7 @@ from tests.servers.real import (
     launch_settings,
 )
 
-pytestmark = [pytest.mark.servers, pytest.mark.xdist_group("servers/test_training")]
+pytestmark = pytest.mark.servers
 Train = Callable[..., Run]
 
 
