@@ -55,6 +55,12 @@ def said(*texts: str) -> list[Said]:
     return list(map(Said, texts))
 
 
+def completion_of(token_ids: Sequence[int]) -> Completion:
+    """Return a completion of certain tokens, all by version 0."""
+    ids = np.array(token_ids, np.int32)
+    return Completion(ids, np.zeros(len(ids), np.float32), np.ones(len(ids), bool), (VersionSpan(0, len(ids)),), "stop")
+
+
 class ScriptedEngine(RolloutEngine[Completions]):
     """Completes each prompt by a script, and remembers the requests."""
 

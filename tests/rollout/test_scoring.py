@@ -2,91 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dppo.init import character_tokenizer, write_tokenizer
+from megatron_dppo.rewards.math.completion import THINKING_TAGS
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.scoring import GroupScoring
-from tests.rollout.scripted import FAILING, LIMIT_S
+from tests.rollout.scripted import FAILING, LIMIT_S, ScriptedWorkers, completion_of
+
+REWARD, REWARD_TIMEOUT_S = FAILING, LIMIT_S
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(character_tokenizer(), folder, max_tokens=512)
-    return load_tokenizer(folder)
+def group_of(tokenizer: Tokenizer, *texts: str) -> tuple[Completion, ...]:
+    return tuple(map(completion_of, tokenizer([*texts], add_special_tokens=False)["input_ids"]))
 
 
-@pytest.fixture
-def workers() -> Iterator[RewardWorkers]:
-    pool = RewardWorkers(FAILING, workers=1, timeout_s=LIMIT_S)
-    pool.wait_ready()
-    yield pool
-    pool.close()
-
-
-def group(tokenizer: Tokenizer, *texts: str) -> tuple[Completion, ...]:
-    def completion(text: str) -> Completion:
-        ids = np.array(tokenizer([text], add_special_tokens=False)["input_ids"][0], np.int32)
-        spans = (VersionSpan(0, len(ids)),)
-        return Completion(ids, np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_), spans, "stop")
-
-    return tuple(map(completion, texts))
-
-
-def prompts(count: int) -> list[Prompt]:
+def prompts_of(count: int) -> list[Prompt]:
     return [Prompt(i, np.array([3], np.int32), "", "1", "here") for i in range(count)]
 
 
-def test_scores_are_the_prompts_whatever_is_complete_first(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
-    groups = [group(tokenizer, f"score {2 * i}", f"score {2 * i + 1}") for i in range(4)]
-    scoring = GroupScoring(workers, tokenizer, prompts(4), most_failures=0)
+def test_scores_keep_the_order_of_prompts(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
+    """Groups that are complete early are scored before the last is there."""
+    groups = [group_of(tokenizer, f"score {2 * i}", f"score {2 * i + 1}") for i in range(4)]
+    scoring = GroupScoring(workers, tokenizer, prompts_of(4), most_failures=0)
     for place in (2, 0):
-        scoring.look([(place, groups[place])])
+        busy = scoring.look([(place, groups[place])])
+    until = time.monotonic() + 60.0
+    while busy and time.monotonic() < until:
+        busy = scoring.look([])
+    assert not busy
     found = scoring.finish(groups)
     assert found.texts == [[f"score {2 * i}", f"score {2 * i + 1}"] for i in range(4)]
     assert [[score and score.reward for score in scores] for scores in found.scores] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_a_function_of_groups_is_given_those_of_the_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_group_function_gets_the_groups_of_the_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """And TRL's ``completion_ids`` would be the engine's tokens: special tokens are not in the text."""
     (tmp_path / "groups.py").write_text(
         "def group_rm(args, samples):\n    return [float(s.response[-1]) + 10 * len(samples) for s in samples]\n"
+        "def reward(completion_ids, completions):\n    return [sum(completion_ids[0])]\n"
     )
-    groups = [group(tokenizer, "score 1", "score 2"), group(tokenizer, "score 3"), group(tokenizer, *["score 4"] * 3)]
+    groups = [group_of(tokenizer, *texts) for texts in (["score 1", "score 2"], ["score 3"], ["score 4"] * 3)]
     with closing(RewardWorkers(f"{tmp_path}/groups.py:group_rm", workers=2, timeout_s=LIMIT_S)) as pool:
-        scoring = GroupScoring(pool, tokenizer, prompts(3), most_failures=0)
+        scoring = GroupScoring(pool, tokenizer, prompts_of(3), most_failures=0)
         scoring.look([(2, groups[2])])
         found = scoring.finish(groups).scores
     assert [[score and score.reward for score in scores] for scores in found] == [[21, 22], [13], [34] * 3]
+    ids = groups[1][0].token_ids.tolist()
+    ended = completion_of([*ids, tokenizer.eos_token_id])
+    with closing(RewardWorkers(f"{tmp_path}/groups.py:reward", workers=1, timeout_s=LIMIT_S)) as pool:
+        ((score,),) = GroupScoring(pool, tokenizer, prompts_of(1), most_failures=0).finish([(ended,)]).scores
+    assert score is not None and score.reward == sum(ids) + tokenizer.eos_token_id
 
 
-def test_trls_functions_are_given_the_tokens_that_the_engine_made(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Not those of the text, which may be others: special tokens are not in it."""
-    (tmp_path / "ids.py").write_text("def reward(completion_ids, completions):\n    return [sum(completion_ids[0])]\n")
-    (completion,) = group(tokenizer, "score 1")
-    ended = replace(
-        completion,
-        token_ids=np.append(completion.token_ids, np.int32(tokenizer.eos_token_id)),
-        logprobs=np.append(completion.logprobs, np.float32(0)),
-        loss_mask=np.append(completion.loss_mask, True),
-        versions=(VersionSpan(0, len(completion.token_ids) + 1),),
-    )
-    with closing(RewardWorkers(f"{tmp_path}/ids.py:reward", workers=1, timeout_s=LIMIT_S)) as pool:
-        ((score,),) = GroupScoring(pool, tokenizer, prompts(1), most_failures=0).finish([(ended,)]).scores
-    assert score is not None and score.reward == ended.token_ids.sum() != completion.token_ids.sum()
+@pytest.mark.parametrize(
+    ("tags", "texts"),
+    [(("[T]", "[/T]"), ["[T]#2[/T]#3", "[T]#2"]), (THINKING_TAGS, ["#2#3", "#2"])],
+)
+def test_thinking_tags_that_are_special_tokens_are_kept(
+    tags: tuple[str, str], texts: list[str], tmp_path: Path
+) -> None:
+    write_tokenizer(character_tokenizer(), tmp_path, max_tokens=512)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs.add_tokens(["[T]", "[/T]", "[X]"], special_tokens=True)
+    theirs.save_pretrained(tmp_path)
+    tokenizer, workers = load_tokenizer(tmp_path), ScriptedWorkers()
+    (whole,) = group_of(tokenizer, "[T]#2[/T]#3[X]")
+    assert tokenizer.decode(whole.token_ids, skip_special_tokens=True) == "#2#3"
+    workers.thinking_tags = tags
+    cut = replace(whole, token_ids=whole.token_ids[:3])
+    assert GroupScoring(workers, tokenizer, prompts_of(1), most_failures=2).finish([(whole, cut)]).texts == [texts]
 
 
-def test_what_fails_while_others_generate_is_raised_at_the_end(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
-    scoring = GroupScoring(workers, tokenizer, prompts(1), most_failures=0)
-    broken = group(tokenizer, "score 1")
-    assert scoring.look([(7, broken)]) is False  # of a prompt that there is not
+def test_failure_of_a_look_is_raised_at_the_end(tokenizer: Tokenizer) -> None:
+    scoring = GroupScoring(ScriptedWorkers(), tokenizer, prompts_of(1), most_failures=0)
+    group = group_of(tokenizer, "score 1")
+    assert scoring.look([(7, group)]) is False, "there is no such prompt"
     with pytest.raises(IndexError):
-        scoring.finish([broken])
+        scoring.finish([group])

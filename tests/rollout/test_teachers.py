@@ -1,4 +1,4 @@
-"""What servers that teach are asked, and what becomes of their answers; real ones are asked in ``tests/servers``."""
+"""Requests to servers that teach, and their answers; ``tests/servers`` asks real ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -17,35 +18,30 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from megatron_dppo.config import Config, DistillationConfig, LossConfig, RolloutConfig, replace
+from megatron_dppo.config import Config
 from megatron_dppo.data.offline import OfflineGroup
 from megatron_dppo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import write_model
-from megatron_dppo.rl.types import Completion, Prompt, Selection, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt, Selection
 from megatron_dppo.rollout import teachers
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import Completions, GroupCallback
-from megatron_dppo.rollout.step_rollouts import StepRollouts
+from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from tests.rollout.scripted import (
     SAMPLES,
-    Said,
     ScriptedEngine,
     ScriptedWorkers,
     collect_config,
+    completion_of,
     pool_of,
+    said,
     world_of,
 )
 
 Kind = Literal["sglang", "vllm"]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher") / "qwen3"
-    write_model(folder, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=32, std=0.3)
-    return folder
+POLICY = partial(write_model, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=32, std=0.3)
 
 
 class Teaching(ThreadingHTTPServer):
@@ -57,7 +53,7 @@ class Teaching(ThreadingHTTPServer):
         self.model = Qwen3ForCausalLM.from_pretrained(policy, dtype=torch.float32)
         self.most, self.asked, self.deaths, self.shift = 1024, 0, 0, 0
         self.refusals: list[int] = []
-        """Statuses of its next answers, in which it has no room."""
+        """Statuses of the next answers, which say that there is no room."""
 
     @property
     def url(self) -> str:
@@ -128,55 +124,57 @@ def opened(config: Config, tokens: Path) -> Iterator[TeacherServers]:
         yield servers
 
 
-def config_of(url: str, **teachers: str | None) -> Config:
-    given = DistillationConfig(teacher=None if teachers else url, teachers=teachers)
-    return Config(loss=LossConfig(distillation=given), rollout=RolloutConfig(max_response_tokens=16, timeout_s=20.0))
+def config_of(url: str, *settings: str, teachers: str = "") -> Config:
+    """Return the settings of a run that the server teaches, all of it or the sources in ``teachers`` (``a: URL``)."""
+    named = f"s={{{teachers.replace('URL', repr(url))}}}" if teachers else f"={url}"
+    return collect_config(
+        "rollout.max_response_tokens=16", "rollout.timeout_s=20", f"loss.distillation.teacher{named}", *settings
+    )
 
 
-def groups_of(rng: np.random.Generator, sources: str) -> tuple[list[Prompt], list[tuple[Completion, ...]]]:
+def groups_of(sources: str) -> tuple[list[Prompt], list[tuple[Completion, ...]]]:
+    """Return a prompt of each source, with a response of the last token of the vocabulary and one of seven tokens."""
+    rng = np.random.default_rng(0)
     prompts, groups = [], []
     for number, source in enumerate(sources):
         ids = rng.integers(4, 40, 3 + number).astype(np.int32)
         prompts.append(Prompt(number, ids, "", "", data_source=source))
-        responses = [np.array([47], np.int32), rng.integers(4, 40, 7).astype(np.int32)]
-        groups.append(
-            tuple(
-                Completion(r, np.zeros(len(r), np.float32), np.ones(len(r), bool), (VersionSpan(0, len(r)),), "stop")
-                for r in responses
-            )
-        )
+        responses = np.array([47], np.int32), rng.integers(4, 40, 7).astype(np.int32)
+        groups.append(tuple(map(completion_of, responses)))
     return prompts, groups
 
 
+def assert_taught(server: Teaching, prompt: Prompt, completion: Completion) -> None:
+    whole = server.logprobs([*prompt.token_ids.tolist(), *completion.token_ids.tolist()])
+    expected = np.array(whole[len(prompt.token_ids) :], np.float32)
+    np.testing.assert_allclose(completion.teacher_logprobs, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_servers_read_what_is_theirs_as_soon_as_it_is_there(kind: Kind, policy: Path) -> None:
-    prompts, groups = groups_of(np.random.default_rng(0), "aba")
-    with (
-        teaching(kind, policy) as server,
-        opened(config_of(server.url, a=server.url, b=None), policy) as servers,
-    ):
+def test_servers_read_their_completions_at_once(kind: Kind, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a server that is busy at first."""
+    monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.05)
+    prompts, groups = groups_of("aba")
+    with teaching(kind, policy) as server, opened(config_of(server.url, teachers="a: URL, b: null"), policy) as servers:
+        server.refusals = [429, 503]
         reading = TeacherQuery(servers, prompts)
         reading.look([(2, groups[2])])
         until = time.monotonic() + 20.0
         while server.asked < 2 and time.monotonic() < until:  # and finish() has not been called
             time.sleep(0.01)
-        assert server.asked == 2
+        assert (server.asked, server.refusals) == (2, [])
         read = reading.finish(groups, world_of(1, 0))
         assert server.asked == 4
-        for prompt, group, before in zip(prompts, read, groups, strict=True):
-            for completion, given in zip(group, before, strict=True):
-                if prompt.data_source == "b":
-                    assert completion is given
-                    continue
-                whole = server.logprobs([*prompt.token_ids.tolist(), *given.token_ids.tolist()])
-                expected = np.array(whole[len(prompt.token_ids) :], np.float32)
-                np.testing.assert_allclose(completion.teacher_logprobs, expected, atol=1e-6)
+        assert read[1] == groups[1], "nobody teaches source b"
+        for place in (0, 2):
+            for completion in read[place]:
+                assert_taught(server, prompts[place], completion)
 
 
-def test_a_server_reads_each_sequence_by_itself(policy: Path) -> None:
-    prompts, groups = groups_of(np.random.default_rng(0), "a")
+def test_each_sequence_is_read_by_itself(policy: Path) -> None:
+    prompts, groups = groups_of("a")
     given = dataclasses.replace(groups[0][1], starts=(3,))
-    with teaching("sglang", policy) as server, opened(config_of(server.url, a=server.url), policy) as servers:
+    with teaching("sglang", policy) as server, opened(config_of(server.url), policy) as servers:
         [[read]] = TeacherQuery(servers, prompts).finish([(given,)], world_of(1, 0))
         first = server.logprobs([*prompts[0].token_ids.tolist(), *given.token_ids[:3].tolist()])
         second = server.logprobs(given.token_ids[3:].tolist())
@@ -185,7 +183,7 @@ def test_a_server_reads_each_sequence_by_itself(policy: Path) -> None:
 
 
 class Waiting(ScriptedEngine):
-    """Goes on generating until the server has been asked of all groups but the last."""
+    """Generates until the server has been asked of all groups but the last."""
 
     server: Teaching
 
@@ -197,94 +195,83 @@ class Waiting(ScriptedEngine):
         return completions
 
 
-def test_a_step_s_rollouts_are_read_while_others_are_generated_and_so_are_offline_ones(policy: Path) -> None:
-    tokenizer, said = load_tokenizer(policy), [Said("score 1"), Said("score 0"), Said("score 0")]
+def test_rollouts_are_read_during_generation_and_offline_rollouts_too(policy: Path) -> None:
+    tokenizer, world = load_tokenizer(policy), world_of(1, 0)
+    script = dict.fromkeys((4, 2), said("score 1", "score 0", "score 0"))
     chosen = Selection(np.array([4, 2]), np.ones(2), 2)
+
+    def collect(collector: Collector) -> tuple[StepRollouts, CompleteRollouts]:
+        begun = collector.request(pool_of(10), StepRollouts(chosen, step=0))
+        return begun, collector.collected([collector.finish(begun)])
+
     with teaching("sglang", policy) as server:
-        config = replace(collect_config(), loss=config_of(server.url, here=server.url).loss)
-        engine = Waiting(tokenizer, {4: said, 2: said})
+        config = config_of(server.url, teachers="here: URL")
+        engine = Waiting(tokenizer, script)
         engine.server = server
-        servers, stops = TeacherServers(config, world_of(1, 0), tokenizer), (end_token_id(tokenizer),)
-        workers = ScriptedWorkers()
-        with closing(
-            Collector(config, world_of(1, 0), engine, workers, tokenizer, stops, teachers=servers)
-        ) as collector:
-            begun = collector.request(pool_of(10), StepRollouts(chosen, step=0))
-            rollouts = collector.collected([collector.finish(begun)])
+        parts = config, world, engine, ScriptedWorkers(), tokenizer, (end_token_id(tokenizer),)
+        with closing(Collector(*parts, teachers=TeacherServers(config, world, tokenizer))) as collector:
+            begun, rollouts = collect(collector)
             assert server.asked == 2 * SAMPLES
             server.asked = 0
             answers = collector.answers(begun.prompts, begun.pending, of_all=6)
         unread = [tuple(dataclasses.replace(c, teacher_logprobs=None) for c in g) for g in answers.completions]
         groups = zip(answers.prompts, unread, answers.scores, strict=True)
         offline = {prompt.id: OfflineGroup(completions, tuple(scores)) for prompt, completions, scores in groups}
-        parts = config, world_of(1, 0), engine, workers, tokenizer, stops
-        with closing(Collector(*parts, offline=offline, teachers=TeacherServers(*parts[:2], tokenizer))) as collector:
-            begun = collector.request(pool_of(10), StepRollouts(chosen, step=0))
-            again = collector.collected([collector.finish(begun)])
+        teachers = TeacherServers(config, world, tokenizer)
+        with closing(Collector(*parts, offline=offline, teachers=teachers)) as collector:
+            _, again = collect(collector)
     for row, group in rollouts.held.items():
-        for sample, c in enumerate(group.completions):
-            whole = server.logprobs([*group.prompt.token_ids.tolist(), *c.token_ids.tolist()])
-            expected = np.array(whole[len(group.prompt.token_ids) :])
-            np.testing.assert_allclose(c.teacher_logprobs, expected, atol=1e-6)
-            ratio = expected - np.log(0.5)  # and each token weighs the same
-            known = rollouts.metadata.log_ratios[row, sample]
+        for completion, known in zip(group.completions, rollouts.metadata.log_ratios[row], strict=True):
+            assert_taught(server, group.prompt, completion)
+            ratio = completion.teacher_logprobs - np.log(0.5)  # and each token weighs the same
             np.testing.assert_allclose(known, [ratio.mean(), ratio.std()], rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(again.metadata.log_ratios, rollouts.metadata.log_ratios)
 
 
-def test_a_server_that_dies_is_asked_again_and_one_that_speaks_of_other_tokens_stops_the_run(
-    policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_that_dies_is_asked_again(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teachers, "ASK_AGAIN_S", 0.05)
-    prompts, groups = groups_of(np.random.default_rng(1), "a")
+    prompts, groups = groups_of("a")
     with teaching("sglang", policy) as server, opened(config_of(server.url), policy) as servers:
         server.deaths = 3
-        (group,) = TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
-        assert (server.deaths, server.asked) == (0, 2) and group[0].teacher_logprobs is not None
-        server.shift = 1
-        with pytest.raises(UserError, match="other tokens") as error:
-            TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
-        assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
+        ((first, _),) = TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
+        assert (server.deaths, server.asked) == (0, 2) and first.teacher_logprobs is not None
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_a_teacher_that_is_busy_is_asked_again(kind: Kind, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.05)
-    prompts, groups = groups_of(np.random.default_rng(1), "a")
+@pytest.mark.parametrize(
+    ("last", "shift", "words"),
+    [
+        (0.7, 0, "above 0, null or not finite"),
+        (None, 0, "above 0, null or not finite"),
+        (-1.0, 1, "other tokens"),
+    ],
+)
+def test_unusable_answers_stop_the_run(kind: Kind, last: float | None, shift: int, words: str, policy: Path) -> None:
+    prompts, groups = groups_of("a")
     with teaching(kind, policy) as server, opened(config_of(server.url), policy) as servers:
-        server.refusals = [429, 503]
-        (group,) = TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
-    assert not server.refusals and group[0].teacher_logprobs is not None
-
-
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
-@pytest.mark.parametrize("told", [0.7, None])
-def test_a_server_whose_log_probabilities_are_none_stops_the_run(kind: Kind, told: float | None, policy: Path) -> None:
-    prompts, groups = groups_of(np.random.default_rng(1), "a")
-    with teaching(kind, policy) as server, opened(config_of(server.url), policy) as servers:
-        right = server.logprobs
-        server.logprobs = lambda tokens: [*right(tokens)[:-1], told]  # type: ignore[method-assign]
-        with pytest.raises(UserError, match="above 0, null or not finite") as error:
+        right, server.shift = server.logprobs, shift
+        server.logprobs = lambda tokens: [*right(tokens)[:-1], last]  # type: ignore[method-assign]
+        with pytest.raises(UserError, match=words) as error:
             TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
     assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
 
 
-def test_a_server_that_cannot_teach_is_named_before_the_first_step(policy: Path, tmp_path: Path) -> None:
-    def said(config: Config, tokens: Path = policy) -> str:
+def test_server_that_cannot_teach_is_refused_before_the_first_step(policy: Path, tmp_path: Path) -> None:
+    def problem_of(config: Config, tokens: Path = policy) -> str:
         with pytest.raises(UserError) as error, opened(config, tokens):
             pass
         assert error.value.setting == "loss.distillation.teachers"
         return str(error.value.problem)
 
     with teaching("vllm", policy) as server:
-        config = config_of(server.url, a=server.url)
+        config = config_of(server.url, "rollout.timeout_s=1", teachers="a: URL")
         server.most = config.data.max_prompt_tokens + 16
-        assert f"takes {server.most} tokens" in said(config)
+        assert f"takes {server.most} tokens" in problem_of(config)
         server.most += 1
         with opened(config, policy):
             pass
         for file in policy.glob("*token*"):
             (tmp_path / file.name).write_text(file.read_text().replace('"7"', '"seven"'))
         (tmp_path / "config.json").write_text((policy / "config.json").read_text())
-        assert "another vocabulary: it goes on with '7" in said(config, tmp_path)
-    assert "broke off" in said(replace(config, rollout=replace(config.rollout, timeout_s=1.0)))
+        assert "another vocabulary: it goes on with '7" in problem_of(config, tmp_path)
+    assert "broke off" in problem_of(config)
