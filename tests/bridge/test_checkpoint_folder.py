@@ -108,7 +108,7 @@ def blocks_of(folder: Path) -> list[tuple[int, int]]:
     return json.loads((folder / CHECKSUMS).read_text())["files"][SHARDS]
 
 
-def test_each_tensor_is_a_block_as_torch_writes_it(written: Path) -> None:
+def test_each_tensor_is_a_block_in_the_form_of_torch(written: Path) -> None:
     data, start = (written / SHARDS).read_bytes(), 0
     for tensor, (end, crc) in zip(TENSORS, blocks_of(written), strict=True):
         assert torch.equal(torch.load(io.BytesIO(data[start:end])), tensor)

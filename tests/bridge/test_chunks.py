@@ -51,7 +51,7 @@ def cuts(data: st.DataObject, extent: int) -> list[tuple[int, int]]:
 
 @settings(max_examples=75, deadline=None)
 @given(data=st.data())
-def test_parameters_are_their_tensors_however_they_are_cut(data: st.DataObject) -> None:
+def test_parameters_cut_anyhow_equal_the_tensors(data: st.DataObject) -> None:
     entry = data.draw(st.sampled_from(ENTRIES))
     stored, cast = data.draw(DTYPES), data.draw(DTYPES)
     tensors = {name: torch.randn(size).to(stored) for name, size in entry.tensors.items()}

@@ -41,7 +41,7 @@ def test_weights_may_be_cast_on_either_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("other", "both"), [(torch.float64, torch.float64), (torch.float16, torch.float32)])
-def test_mixed_types_become_their_common_type(tmp_path: Path, other: torch.dtype, both: torch.dtype) -> None:
+def test_mixed_types_become_the_common_type(tmp_path: Path, other: torch.dtype, both: torch.dtype) -> None:
     write_qwen3(tmp_path / "source", Sizes(), dtype=torch.bfloat16)
     tensors = weights(tmp_path / "source")
     changed = "model.layers.1.self_attn.k_proj.weight"
@@ -145,7 +145,7 @@ def test_wrongly_written_weights_are_never_put_in_place(
         assert convert(origin, out, "--verify", "tensors", *options) == 0
 
 
-def test_logits_are_computed_in_the_type_that_fits(tmp_path: Path) -> None:
+def test_logits_are_computed_in_a_type_within_memory(tmp_path: Path) -> None:
     shape = write_qwen3(tmp_path, Sizes())
     count = sum(torch.Size(size).numel() for size in expected_tensors(shape).values())
 

@@ -18,12 +18,10 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_dppo.bridge import convert_commands
 from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, METADATA, TRACKER
 from megatron_dppo.process import files
 from tests.bridge.conversions import contents, printed_error, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
-from tests.commands import Command
 from tests.damage import UNUSABLE
 
 LAST, SHARDS = "model-00002-of-00002.safetensors", "__0_0.distcp"
@@ -196,33 +194,6 @@ def test_a_conversion_imports_neither_megatron_nor_transformers(source: Path) ->
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-TOOLS = Path(convert_commands.__file__).parents[2] / "tools/convert_ckpt"
-
-
-def write_errors_to(file: Path) -> None:
-    with file.open("w") as errors:
-        os.dup2(errors.fileno(), 2)
-
-
-def test_the_tools_compare_logits_and_print_nothing_else(source: Path, tmp_path: Path) -> None:
-    """The first tool casts as well, which is no difference of the models."""
-    runs = {
-        "hf_to_megatron.py": (source, tmp_path / "megatron", "--dtype", "bf16"),
-        "megatron_to_hf.py": (tmp_path / "megatron", tmp_path / "back"),
-    }
-    for tool, words in runs.items():
-        log, errors = tmp_path / f"{tool}.out", tmp_path / f"{tool}.err"
-        command = ["python", str(TOOLS / tool), *map(str, words), "--verify"]
-        assert Command(command, log, before=partial(write_errors_to, errors)).exit_code() == 0, errors.read_text()
-        tensors, logits, written = log.read_text().splitlines()
-        assert "every tensor is the same in both forms" in tensors
-        assert float(re.search(r"differ by at most (\S+) of", logits)[1]) < 1e-4
-        assert written == f"{words[1]}: 0.02 million weights in bfloat16"
-        no_gpu = "No CUDA runtime is found"  # of a torch with CUDA
-        said = [line.partition(":")[0] for line in errors.read_text().splitlines() if no_gpu not in line]
-        assert said[1:] == ["verifying"]
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> dict[Convert, Path]:
     """Origins of both conversions, with twice 3 MB of embeddings: two thirds of a small disk of 9 MiB."""
@@ -248,7 +219,7 @@ def test_too_small_a_disk_is_noticed_beforehand(
 
 
 @pytest.mark.parametrize("free_kb", [5000, 6, 0])
-def test_a_disk_that_fills_up_is_an_error_and_leaves_nothing(
+def test_a_full_disk_is_an_error_and_leaves_nothing(
     convert: Convert, small_disk: Path, free_kb: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     room = shutil.disk_usage(small_disk)._replace(free=10**12)

@@ -30,7 +30,7 @@ def export(
     export_hf(model, world, source=source, out=out, max_shard_bytes=shard_bytes, dtype=dtype)
 
 
-def test_transformers_loads_an_export_and_the_next_replaces_it(ranks: RankPool, tmp_path: Path) -> None:
+def test_transformers_loads_an_export_and_a_later_export(ranks: RankPool, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "run" / "hf"
     shape = write_qwen3(source, Sizes())
     ranks.run(2, export, source, out, TP2, SHARD_BYTES, torch.float32)

@@ -23,7 +23,7 @@ def test_a_missing_tensor_is_named_and_no_index_written(tmp_path: Path) -> None:
     assert not (tmp_path / INDEX).exists()
 
 
-def test_a_tensor_comes_once_in_its_own_shape(tmp_path: Path) -> None:
+def test_a_tensor_comes_once_in_the_planned_shape(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not written: "), SafetensorsWriter.open(PLAN, tmp_path) as writer:
         for name, size in ((NORM, (13,)), (NORM, (12, 1)), ("model.norm.bias", (12,))):
             with pytest.raises(ValueError, match="is not in the plan"):

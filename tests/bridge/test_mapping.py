@@ -171,7 +171,7 @@ def test_tensors_have_a_home_and_tied_embeddings_a_second(shape: PolicyShape) ->
         (MOE, "mlp.experts.local_experts.2.linear_fc2.weight", "mlp.experts.2.down_proj.weight"),
     ],
 )
-def test_each_name_of_a_parameter_means_its_tensor(shape: PolicyShape, megatron: str, tensor: str) -> None:
+def test_each_name_of_a_parameter_has_the_right_tensor(shape: PolicyShape, megatron: str, tensor: str) -> None:
     tensors = {name: list(entry.tensors) for entry in entries(shape) for name in entry.megatron}
     assert tensors[f"decoder.layers.3.{megatron}"] == [f"model.layers.3.{tensor}"]
 

@@ -147,7 +147,7 @@ def count_elements_sent(rank: int, size: int, path: Path) -> tuple[int, dict[Con
     return sum(parameter.numel() for chunk in model for parameter in chunk.parameters()), sent
 
 
-def test_consumers_are_sent_what_is_missing_and_nothing_twice(ranks: RankPool, tmp_path: Path) -> None:
+def test_consumers_are_sent_missing_tensors_only_and_once(ranks: RankPool, tmp_path: Path) -> None:
     shape = write_qwen3(tmp_path, Sizes(vocab_size=256, num_hidden_layers=4))  # without padding
     policy = sum(prod(size) for size in expected_tensors(shape).values())
     held, sent = zip(*ranks.run(4, count_elements_sent, tmp_path), strict=True)

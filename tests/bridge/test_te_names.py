@@ -35,7 +35,7 @@ needs_transformer_engine = pytest.mark.skipif(
 
 @pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize("family", POLICIES)
-def test_every_parameter_of_te_is_one_row_of_the_table(tmp_path: Path, family: str, tp: int) -> None:
+def test_every_parameter_of_te_is_a_row_of_the_table(tmp_path: Path, family: str, tp: int) -> None:
     recorded = {name: tuple(by_tp[TPS.index(tp)]) for name, by_tp in RECORDED[family]["parameters"].items()}
     mapped = list(entries(POLICIES[family](tmp_path)))
     rows = {name: [entry.shard_shape(tp) for entry in mapped if name in entry.megatron] for name in recorded}

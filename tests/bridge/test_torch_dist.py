@@ -50,7 +50,7 @@ def test_torch_reads_every_key_of_the_mapping(tmp_path: Path, write: Callable[..
     assert not any(tensor.isnan().any() for tensor in state.values())
 
 
-def test_a_parameter_lies_there_as_torch_saves_it(tmp_path: Path) -> None:
+def test_a_stored_parameter_has_the_bytes_of_torch(tmp_path: Path) -> None:
     _, release = convert(tmp_path)
     for index, place in dcp.FileSystemReader(release).read_metadata().storage_data.items():
         data = (release / place.relative_path).read_bytes()[place.offset :][: place.length]

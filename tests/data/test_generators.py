@@ -26,7 +26,7 @@ def questions(sums: list[Sum]) -> list[str]:
     return [problem.question for problem in sums]
 
 
-def test_sums_are_distinct_and_a_function_of_their_settings() -> None:
+def test_sums_are_distinct_and_a_function_of_settings() -> None:
     train, held_out = make_sums(CONFIG)
     assert (len(train), len(held_out)) == (300, 50)
     assert len({*questions(train), *questions(held_out)}) == 350
@@ -113,7 +113,7 @@ def test_pools_do_not_depend_on_the_hash_seed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("gym")
-def test_settings_decide_which_answer_is_right() -> None:
+def test_settings_of_a_task_decide_right_answers() -> None:
     tasks = {"decimal_arithmetic": {"min_num_decimal_places": 8, "max_num_decimal_places": 10}}
     (row,) = make_problems(ReasoningGymConfig(tasks=tasks, problems=1, eval_problems=1, seed=3), split="train")
     for answer, right in ((row["label"], True), (f"{float(row['label']):.3f}", False)):
@@ -157,7 +157,7 @@ def test_a_task_with_too_few_problems_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("leaves", "code"), [("", 0), ("import os; os.kill(os.getpid(), 9)", -9)])
-def test_a_process_that_ends_without_problems_is_named(
+def test_a_process_without_problems_is_named(
     leaves: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "leaves.py").write_text(leaves)

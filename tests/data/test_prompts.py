@@ -37,7 +37,7 @@ def test_tokens_are_those_of_the_chat_template(load: Load, tokenizer: Tokenizer)
     assert load([{"prompt": messages, "label": "1"}])[0].token_ids.tolist() == expected
 
 
-def test_the_system_message_stands_before_prompts_without_their_own(load: Load) -> None:
+def test_the_system_message_stands_before_prompts_without(load: Load) -> None:
     rows = ["Hi", [HI], [{"role": "system", "content": "Be long."}, HI], json.dumps([HI])]
     pool = load([{"prompt": prompt, "label": 1} for prompt in rows], system="Be brief.")
     text, chat, own, as_json = (prompt.text for prompt in pool)
@@ -54,11 +54,6 @@ def test_switches_are_handed_to_the_chat_template(load: Load, refuse: Refuse, to
     assert thoughtless == load(rows, tokenizer)[0].text + "<think>\n\n</think>\n\n"
     for name in ("enable_thought", "add_generation_prompt"):
         refuse(rows, f"{name}: is no switch", by=tokenizer, chat_template_kwargs={name: False})
-
-
-def test_plain_prompts_stay_as_they_stand(load: Load, tokenizer: Tokenizer) -> None:
-    prompt = load([{"prompt": " 1+2=", "label": "3"}], chat_template=False)[0]
-    assert prompt.text == " 1+2=" and tokenizer.decode(prompt.token_ids) == " 1+2="
 
 
 def test_parquet_in_verls_form_is_read(load: Load, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ PLAIN = {"chat_template": False}
         ({"prompt": "\u200b\ufeff\u00a0"}, ["empty prompt"]),
         ({"prompt": 7}, ["neither a string nor a list of messages"]),
         ({"prompt": "a\ud83d"}, ["half a character (\\ud83d", "'prompt'"]),
+        ({"prompt": '[{"role": "user", "content": "\\ud800"}]'}, ["half a character"]),
+        ({"data_source": "\ud800"}, ["half a character", "'data_source'"]),
         ({"prompt": [USER, ANSWER]}, ["ends with an answer"]),
         ({"prompt": [{"role": "system", "content": "Be brief."}]}, ["without a message of the user"]),
         ({"prompt": [{"role": "human", "content": "Hi"}]}, ["role 'human'", "user"]),
@@ -160,7 +162,7 @@ BEYOND_JSON = SCALARS | st.one_of(
 )
 
 
-def assert_renders_or_names_its_row(load: Load, file: str | Path, label: object, **data: Any) -> None:
+def assert_renders_or_names_the_row(load: Load, file: str | Path, label: object, **data: Any) -> None:
     try:
         (prompt,) = load(file, overlong_prompts="drop", max_prompt_tokens=1000, **data)
     except UserError as error:
@@ -185,12 +187,12 @@ BRIEF = settings(max_examples=150, deadline=None, derandomize=True, suppress_hea
 
 @BRIEF
 @given(prompt=VALUES, label=VALUES, rest=st.dictionaries(st.sampled_from(["extra_info", "data_source"]), VALUES))
-def test_any_json_renders_or_names_its_row(
+def test_any_json_renders_or_names_the_row(
     load: Load, write: Write, prompt: object, label: object, rest: dict[str, object]
 ) -> None:
     file = write([json.dumps({"prompt": prompt, "label": label, **rest})])
     for data in ({}, {"system": "Be brief."}, PLAIN):
-        assert_renders_or_names_its_row(load, file, label, **data)
+        assert_renders_or_names_the_row(load, file, label, **data)
 
 
 @BRIEF
@@ -198,13 +200,13 @@ def test_any_json_renders_or_names_its_row(
     prompt=BEYOND_JSON | st.lists(MESSAGE, min_size=1, max_size=2),
     label=BEYOND_JSON | st.lists(BEYOND_JSON, max_size=2) | st.dictionaries(st.sampled_from("ab"), BEYOND_JSON),
 )
-def test_any_parquet_renders_or_names_its_row(load: Load, tmp_path: Path, prompt: object, label: object) -> None:
+def test_any_parquet_renders_or_names_the_row(load: Load, tmp_path: Path, prompt: object, label: object) -> None:
     file = tmp_path / "rows.parquet"
     try:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": prompt, "label": label}]), file)
     except Exception:
         return  # no parquet file holds such a value
-    assert_renders_or_names_its_row(load, file, label)
+    assert_renders_or_names_the_row(load, file, label)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -260,7 +260,7 @@ def test_a_damaged_entry_is_made_again(
 
 
 @pytest.mark.usefixtures("large")
-def test_entries_have_the_umasks_permissions_and_replace_old_drafts(load: Load, tmp_path: Path, cache: Path) -> None:
+def test_entries_follow_the_umask_and_replace_old_drafts(load: Load, tmp_path: Path, cache: Path) -> None:
     """The lock of a draft in the making is held, that of a killed process is free."""
     left, written = cache / "a.draft", cache / "b.draft"
     for draft in (left, written):

@@ -33,7 +33,7 @@ def test_generation_config_names_the_stops_before_config(tmp_path: Path, tokeniz
 
 
 @pytest.mark.parametrize("content", ["[]", "[" * 100_000, "{", '{"eos_token_id": "a"}', '{"eos_token_id": [null]}'])
-def test_a_malformed_stop_names_its_file(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
+def test_a_malformed_stop_names_the_file(tmp_path: Path, tokenizer: Tokenizer, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(UserError, match=r"generation_config\.json"):
         stop_token_ids(tmp_path, tokenizer)

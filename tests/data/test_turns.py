@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.data.turns import Again, NothingLeftError, OtherAnswerError, ToolCall, Turns, TurnsError, read_calls
 from megatron_dppo.init import CHAT_TEMPLATE
-from tests.data.conftest import Load, Refuse, write_parquet
+from tests.data.conftest import Load, Refuse
 
 ASKED = [{"role": "system", "content": "a game"}, {"role": "user", "content": "guess"}]
 MORE = {"role": "user", "content": "more"}
@@ -60,7 +59,7 @@ def converse(tokenizer: Any, said: list[int], *rounds: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, WITHOUT_THOUGHTS], ids=["ChatML", "without thoughts"])
-def test_the_policy_reads_the_templates_text_after_its_turn(changed: Any, template: str) -> None:
+def test_the_policy_reads_the_templates_text_after_a_turn(changed: Any, template: str) -> None:
     changed.chat_template = template
     said = [*changed.encode("1+1=2"), changed.eos_token_id]
     second = [*ASKED, assistant("1+1=2"), MORE]
@@ -134,8 +133,7 @@ ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "
 FIND = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}}
 
 
-def test_each_prompt_has_its_own_tools(load: Load, calling: Tokenizer, tmp_path: Path) -> None:
-    """As a list, as JSON text, and in parquet, with null for every field of another row."""
+def test_each_prompt_is_rendered_with_the_rows_tools(load: Load, calling: Tokenizer) -> None:
     tools: list[Any] = [[ADD], [FIND, ADD], json.dumps([FIND]), None, []]
     hi = [{"role": "user", "content": "Hi"}]
     pool = load([{"prompt": "Hi", "label": "1", "tools": each} for each in tools], calling)
@@ -144,12 +142,6 @@ def test_each_prompt_has_its_own_tools(load: Load, calling: Tokenizer, tmp_path:
     expected = [calling.apply_chat_template(hi, tools=each or None, **options) for each in plain]
     assert [prompt.text for prompt in pool] == expected and len({*expected}) == 4
     assert '{"type": "function", "function": {"name": "add"' in pool[0].text
-    file = write_parquet(tmp_path / "rows.parquet", prompt=["Hi"] * 2, label=["1"] * 2, tools=tools[:2])
-    read = [
-        [json.loads(line) for line in prompt.text.splitlines() if line.startswith('{"')]
-        for prompt in load(file, calling)
-    ]
-    assert read == tools[:2]
 
 
 @pytest.mark.parametrize("given", ["hammer", ["hammer"], '[{"a": 1}]', {"name": "add"}])

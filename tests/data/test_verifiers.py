@@ -146,7 +146,7 @@ def test_problems_and_scores_are_the_environments(workers: RewardWorkers, tokeni
     assert found.errors == 2 and "ArithmeticError: no such answer" in found.tracebacks[0], "and no zero is made of it"
 
 
-def test_held_out_problems_are_the_environments_own_or_drawn_once() -> None:
+def test_held_out_problems_are_given_or_drawn_once() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     train, held_out = (problems_of(TOY, split) for split in ("train", "eval"))
     assert sorted(row["label"] for row in (*train, *held_out)) == sorted(str(2 * i) for i in range(9))

@@ -103,7 +103,7 @@ def pass_on(rank: int, size: int, config: Config, converted: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_leads_back_to_its_directory(route: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_every_route_leads_back_to_the_directory(route: str, ranks: RankPool, tmp_path: Path) -> None:
     family, sizes, layouts = ROUTES[route]
     policy, converted, exported = tmp_path / "policy", tmp_path / "megatron", []
     shape = FAMILIES[family](policy, sizes)

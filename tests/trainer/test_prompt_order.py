@@ -30,7 +30,7 @@ def order_of(sources: Sources, seed: int) -> PromptOrder:
 
 @settings(max_examples=120, deadline=None)
 @given(CASES, st.integers(0, 2**70))
-def test_sources_have_their_shares_in_full_passes(case: tuple[Sources, list[int]], seed: int) -> None:
+def test_sources_have_weighted_shares_in_full_passes(case: tuple[Sources, list[int]], seed: int) -> None:
     sources, windows = case
     order = order_of(sources, seed)
     owner = [number for number, (size, _) in enumerate(sources) for _ in range(size)]
@@ -102,7 +102,7 @@ def test_other_pools_seeds_and_sizes_are_refused() -> None:
             order.load_state_dict(state)
 
 
-def test_a_source_too_small_for_its_share_is_named() -> None:
+def test_a_source_too_small_for_a_share_is_named() -> None:
     pool = Pool([SourcePool(range(9), 1.0), SourcePool(range(5), 3.0)])
     check_shares(pool, 6)
     with pytest.raises(UserError, match=r"data\.train\[1\]\.weight = 3: takes 6 prompts of 8 from a source that has 5"):
