@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import signal
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -52,17 +51,23 @@ def dies(args, samples):
 AWAITED = """
 import asyncio, os, sys, time
 
+opened = most = 0
+
 async def judged(text):
-    reader, writer = await asyncio.open_connection("127.0.0.1", {port})
+    # The number in a text, once so many are open together; the first number is answered last.
+    global opened, most
+    opened += 1
+    most = max(most, opened)
     try:
-        writer.write(text.encode() + b"\\n")
-        answer = await reader.readline()
-        return float(answer)
+        while text == "hang" or most < {wanted}:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3 / (1.0 + float(text)))
+        return float(text)
     except asyncio.CancelledError:
         open({marks!r}, "a").write(text + "\\n")
         raise
     finally:
-        writer.close()
+        opened -= 1
 
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     match solution_str.split():
@@ -85,6 +90,8 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
             time.sleep(600.0)
         case ["pid"]:
             return float(os.getpid())
+        case ["most"]:
+            return float(most)
         case ["stubborn"]:
             try:
                 await judged("hang")
@@ -96,7 +103,8 @@ async def trl(completions, **columns):
     return [await judged(text) for text in completions]
 
 async def group_rm(args, samples):
-    return [await judged(samples[0].response)] * len(samples)
+    text = samples[0].response
+    return [float(most) if text == "most" else await judged(text)] * len(samples)
 """
 
 
@@ -376,112 +384,64 @@ def test_group_that_ends_its_process_costs_no_other(groups: Path) -> None:
     assert scored.errors == 2 and "ended with exit code 5" in scored.tracebacks[0]
 
 
-class Judge:
-    """A server that answers a number once ``wanted`` requests have been open together, and ``hang`` never."""
-
-    def __init__(self) -> None:
-        self.open = self.most_open = 0
-        self.wanted = 1
-        self._loop = asyncio.new_event_loop()
-        self._enough = asyncio.Event()
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._answer, "127.0.0.1", 0))
-        self.port = self._server.sockets[0].getsockname()[1]
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-            self._loop.run_until_complete(asyncio.wait([task]))
-        self._server.close()
-        self._loop.close()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        text = (await reader.readline()).decode().strip()
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        if self.open >= self.wanted:
-            self._enough.set()
-        try:
-            if text == "hang":
-                await reader.read()  # until the other side closes
-            else:
-                await self._enough.wait()
-                await asyncio.sleep(0.3 / (1.0 + float(text)))  # the first is answered last
-        finally:
-            self.open -= 1
-        writer.write(f"{text}\n".encode())
-        writer.close()
-
-
 @pytest.fixture
-def judge() -> Iterator[Judge]:
-    server = Judge()
-    yield server
-    server.close()
+def awaited(tmp_path: Path) -> Callable[..., str]:
+    """A maker of a function that answers once ``wanted`` completions are open in its process."""
 
+    def make(wanted: int = 1, name: str = "compute_score") -> str:
+        path = tmp_path / "awaited.py"
+        path.write_text(AWAITED.format(wanted=wanted, marks=str(tmp_path / "marks")))
+        return f"{path}:{name}"
 
-@pytest.fixture
-def awaited(judge: Judge, tmp_path: Path) -> str:
-    path = tmp_path / "awaited.py"
-    path.write_text(AWAITED.format(port=judge.port, marks=str(tmp_path / "marks")))
-    return f"{path}:compute_score"
+    return make
 
 
 @pytest.mark.parametrize(
     ("name", "workers", "concurrency", "at_once"),
-    [("compute_score", 1, 32, 16), ("compute_score", 2, 4, 8), ("compute_score", 1, 1, 1), ("trl", 1, 5, 5)],
+    [("compute_score", 1, 32, 16), ("compute_score", 4, 3, 3), ("compute_score", 1, 1, 1), ("trl", 1, 5, 5)],
 )
 def test_awaited_completions_are_open_together_and_scored_in_order(
-    awaited: str, judge: Judge, name: str, workers: int, concurrency: int, at_once: int
+    awaited: Callable[..., str], name: str, workers: int, concurrency: int, at_once: int
 ) -> None:
-    judge.wanted = at_once
-    spec = awaited.replace("compute_score", name)
-    scored = score(spec, *map(str, range(16)), workers=workers, concurrency=concurrency)
-    assert read_rewards(scored) == list(range(16)), scored.tracebacks
-    assert judge.most_open == at_once
-
-
-def test_awaited_completions_are_spread_over_processes(awaited: str) -> None:
-    with closing(RewardWorkers(awaited, workers=4, timeout_s=20.0)) as pool:
+    spec = awaited(wanted=at_once, name=name)
+    with closing(RewardWorkers(spec, workers=workers, timeout_s=20.0, concurrency=concurrency)) as pool:
         pool.wait_ready()
-        assert len(set(read_rewards(pool.score(write_items(*["pid"] * 16))))) == 4
+        scored = pool.score(write_items(*map(str, range(16))))
+        assert read_rewards(scored) == list(range(16)), scored.tracebacks
+        if name == "compute_score":
+            assert read_rewards(pool.score(write_items("most"))) == [at_once]
+            assert len(set(read_rewards(pool.score(write_items(*["pid"] * 16))))) == workers, "the work is spread"
 
 
-def test_later_completions_join_awaited_completions(awaited: str, judge: Judge) -> None:
-    judge.wanted = 4
-    with closing(RewardWorkers(awaited, workers=1, timeout_s=20.0)) as pool:
+def test_later_completions_join_awaited_completions(awaited: Callable[..., str]) -> None:
+    with closing(RewardWorkers(awaited(wanted=4), workers=1, timeout_s=20.0)) as pool:
         scoring = pool.begin(most_failures=9)
         scoring.add(write_items("1", "2"))
-        while judge.open < 2:
+        while not pool._workers[0].pending:
             scoring.advance(0.1)
         scoring.add(write_items("3", "4"))
-        assert read_rewards(scoring.finish()) == [1.0, 2.0, 3.0, 4.0] and judge.most_open == 4
+        assert read_rewards(scoring.finish()) == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_awaited_groups_are_scored_one_after_another(awaited: str, judge: Judge) -> None:
-    scored = score_groups(awaited.replace("compute_score", "group_rm"), *([text, "0"] for text in "12345"))
-    assert read_rewards(scored) == [float(text) for text in "1122334455"] and judge.most_open == 1
+def test_awaited_groups_are_scored_one_after_another(awaited: Callable[..., str]) -> None:
+    scored = score_groups(awaited(name="group_rm"), *([text, "0"] for text in "1234"), ["most"])
+    assert read_rewards(scored) == [float(text) for text in "112233441"]
 
 
 def test_awaited_completion_past_its_time_is_cancelled(
-    awaited: str, judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    awaited: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge.wanted = 6
     monkeypatch.setattr(workers_module, "ON_THE_CLOCK", 4)
-    with closing(RewardWorkers(awaited, workers=1, timeout_s=0.5)) as pool:
+    with closing(RewardWorkers(awaited(wanted=6), workers=1, timeout_s=0.5)) as pool:
         before = read_rewards(pool.score(write_items("pid")))
         scored = pool.score(write_items("1", "hang", "2", "stubborn", "hang", "3"))
         assert read_rewards(scored) == [1.0, None, 2.0, None, None, 3.0]
         assert (scored.timeouts, scored.errors) == (3, 0)
         assert read_rewards(pool.score(write_items("pid"))) == before, "the others' process goes on"
     assert (tmp_path / "marks").read_text() == "hang\n" * 3
-    wait_until(lambda: judge.open == 0)
 
 
-def test_failing_awaited_completions_are_named_and_cost_no_other(awaited: str) -> None:
+def test_failing_awaited_completions_are_named_and_cost_no_other(awaited: Callable[..., str]) -> None:
     failing = {
         "raise": "ValueError: no verdict",
         "sys-exit": "SystemExit: 3",
@@ -489,28 +449,29 @@ def test_failing_awaited_completions_are_named_and_cost_no_other(awaited: str) -
         "nan": "not finite",
         "die": "ended with exit code 5",
     }
-    scored = score(awaited, *failing, *map(str, range(5, 11)))
+    scored = score(awaited(), *failing, *map(str, range(5, 11)))
     assert read_rewards(scored) == [None] * 5 + [*range(5, 11)]
     assert (scored.timeouts, scored.errors) == (0, 5)
     for row, words in enumerate(failing.values()):
         assert any(words in text and f"for row {row}:" in text for text in scored.tracebacks), scored.tracebacks
 
 
-@pytest.mark.parametrize("how", ["spin", "block"])
+@pytest.mark.parametrize(("how", "on_the_clock"), [("spin", 100), ("block", 4)])
 def test_awaited_completion_that_blocks_the_loop_costs_no_other(
-    awaited: str, how: str, monkeypatch: pytest.MonkeyPatch
+    awaited: Callable[..., str], how: str, on_the_clock: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # For "spin" the limit of processor time alone can end the process in time.
-    monkeypatch.setattr(workers_module, "ON_THE_CLOCK", 100 if how == "spin" else 4)
+    """With and without processor time: each has a limit of its own."""
+    monkeypatch.setattr(workers_module, "ON_THE_CLOCK", on_the_clock)
     monkeypatch.setattr(workers_module, "END_LIMIT_S", 0.5)
-    scored = score(awaited, "1", "2", how, "3", timeout_s=LIMIT_S)
+    scored = score(awaited(), "1", "2", how, "3", timeout_s=LIMIT_S)
     assert read_rewards(scored) == [1.0, 2.0, None, 3.0]
     assert (scored.timeouts, scored.errors) == (1, 0)
 
 
-def test_past_most_failures_awaited_completions_are_cancelled(awaited: str, judge: Judge) -> None:
-    judge.wanted = 7
-    with closing(RewardWorkers(awaited, workers=1, timeout_s=20.0)) as pool:
-        scored = pool.score(write_items("hang", "hang", "raise", "hang", *["0"] * 3), most_failures=0)
-        assert scored.errors == 1 and "for row 2" in scored.tracebacks[0] and read_rewards(scored)[:4] == [None] * 4
-        wait_until(lambda: judge.open == 0)
+def test_past_most_failures_awaited_completions_are_left(awaited: Callable[..., str]) -> None:
+    with closing(RewardWorkers(awaited(), workers=1, timeout_s=20.0)) as pool:
+        pool.wait_ready()
+        busy = pool._workers[0].process
+        scored = pool.score(write_items("hang", "hang", "raise", "hang"), most_failures=0)
+        assert scored.errors == 1 and "for row 2" in scored.tracebacks[0] and scored.scores == [None] * 4
+        assert busy.poll() is not None, "nothing hangs any more"
