@@ -1,0 +1,80 @@
+"""Of several failing ranks one message is seen, and its cause decides the exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.launch import processes
+from megatron_dppo.launch.processes import CLOCK_S, FirstFailure, marker_for, run_ranks
+
+
+@pytest.mark.parametrize(
+    ("failed", "claimed_s_ago", "code", "named"),
+    [
+        ({1: -signal.SIGKILL}, None, 137, "rank 1 was ended by SIGKILL"),
+        ({0: 1, 1: -signal.SIGSEGV}, 0.0, 139, "rank 1 was ended by SIGSEGV"),  # rank 0 has spoken since then
+        ({0: -signal.SIGABRT, 1: -signal.SIGBUS}, None, 135, "rank 1 was ended by SIGBUS"),
+        ({0: -signal.SIGABRT}, None, 134, "rank 0 was ended by SIGABRT"),
+        ({0: 2, 1: -signal.SIGABRT}, 0.0, 2, ""),  # NCCL ends a rank that has lost its peers
+        ({0: 2, 1: -signal.SIGKILL}, 9.0, 2, ""),  # long after rank 0 had named the reason
+        ({0: 75, 1: -signal.SIGTERM}, 9.0, 75, ""),
+        ({1: 3}, None, 3, "rank 1 ended with exit code 3, and did not say why"),
+    ],
+)
+def test_the_first_cause_is_named(
+    failed: dict[int, int],
+    claimed_s_ago: float | None,
+    code: int,
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failure, now = FirstFailure(tmp_path / "marker"), time.time()
+    if claimed_s_ago is not None:
+        failure.claim(failed[0])
+        os.utime(tmp_path / "marker", (now - claimed_s_ago,) * 2)
+    assert processes._first_cause(failed, failure, all_lived=now - 0.05) == code
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {named}") if named else said == ""
+
+
+def test_the_first_to_fail_speaks_with_everyone_s_code(tmp_path: Path) -> None:
+    ranks = [FirstFailure(tmp_path / "marker") for _ in range(3)]
+    assert ranks[0].code() is None
+    claims = [rank.claim(code) for rank, code in zip(ranks, (2, 1, 1), strict=True)]
+    assert claims == [(True, 2), (False, 2), (False, 2)]
+    assert FirstFailure(tmp_path / "nowhere" / "marker").claim(2) == (True, 2), "without a marker every rank speaks"
+
+
+def test_an_earlier_run_s_marker_silences_nobody(tmp_path: Path) -> None:
+    FirstFailure(tmp_path / "marker").claim(1)
+    before = time.time() - CLOCK_S - 0.5
+    os.utime(tmp_path / "marker", (before, before))
+    ranks = [FirstFailure(tmp_path / "marker") for _ in range(2)]
+    assert [rank.claim(2) for rank in ranks] == [(True, 2), (False, 2)]
+
+
+def test_ranks_of_a_run_share_a_marker_of_their_own(tmp_path: Path) -> None:
+    here = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    marker = marker_for(tmp_path, here | {"RANK": "0"})
+    assert marker == marker_for(tmp_path, here | {"RANK": "1"})
+    assert marker.parent == tmp_path
+    assert marker != marker_for(tmp_path, here | {"MASTER_PORT": "2"})
+    assert marker_for(tmp_path / "absent", here).parent.is_dir()
+
+
+def test_ranks_end_with_a_failing_callback(tmp_path: Path) -> None:
+    def fail_once_ranks_run() -> None:
+        if len([*tmp_path.iterdir()]) == 2:
+            raise ZeroDivisionError
+
+    code = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(600)"
+    with pytest.raises(ZeroDivisionError):
+        run_ranks([sys.executable, "-c", code], {}, 2, FirstFailure(tmp_path / "failure"), fail_once_ranks_run)
+    assert not [process.name for process in tmp_path.iterdir() if Path("/proc", process.name).exists()]
