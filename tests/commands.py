@@ -1,8 +1,10 @@
-"""Commands that take torch and Megatron, in forks of a process that has imported them, which takes five seconds.
+"""Run commands in forks of a process that has imported torch and Megatron, which takes five seconds.
 
-A command of one rank runs in its own process to the end, and so in the fork. One of several ranks starts them as it
-always does, each a process with an environment, a session and files of its own; but they begin where all is imported,
-too. So do the ranks of a script, which is a function here. Commands that must do without torch are to be typed.
+- A command of one rank runs in the fork.
+- A command of several ranks starts each rank as a process with its own environment, session and files. These
+  processes are forks, too.
+- A script is a function, whose ranks are forks.
+- Commands that must run without torch are to be run by ``subprocess``.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ PACKAGES = ("megatron_dppo", "tests")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is typed, and where.
+    """A command line and its surroundings.
 
     Args:
         words: ``megatron-dppo …``, ``python FILE …``, ``python -c CODE …`` or ``python -m MODULE …``.
-        log: gets all that it says, behind what is there.
-        folder: that it is typed in.
-        environ: what its environment has besides.
-        package: a folder with another ``megatron_dppo``, and other tests, than these.
-        before: called in the process first.
+        log: file that all output is appended to.
+        folder: working directory.
+        environ: further environment variables.
+        package: folder with another ``megatron_dppo`` and other ``tests``.
+        before: called first in the process.
     """
 
     words: Sequence[str]
@@ -52,13 +54,13 @@ class Command:
     before: Callable[[], object] | None = None
 
     def start(self) -> BaseProcess:
-        """Begin, as a session of its own."""
+        """Start the command in a session of its own."""
         process: BaseProcess = forks().Process(target=self._run, args=(self.folder or Path.cwd(),))
         process.start()
         return process
 
     def exit_code(self) -> int:
-        """Run to its end."""
+        """Run the command to its end."""
         process = self.start()
         process.join(LIMIT_S)
         if process.exitcode is None:
@@ -88,31 +90,25 @@ class Command:
 
 
 def run_script(function: Callable[..., object], *arguments: object, log: Path) -> None:
-    """Call a function of a module as a script that starts ranks, in a process of its own.
+    """Call a module's function in a process of its own, as a script that starts ranks.
 
     Args:
         function: may fail by an assertion.
-        arguments: of it.
-        log: gets all that it and its ranks say.
+        arguments: arguments of the function.
+        log: file for the output of the script and its ranks.
 
     Raises:
-        AssertionError: it did not come to its end, with all that was said.
+        AssertionError: the script failed; the message is its output.
     """
     script = Command(["python", "-c", ""], log, before=partial(function, *arguments))
     assert script.exit_code() == 0, log.read_text()
 
 
 def run_command(command: Sequence[str], *, log: Path, **_: object) -> subprocess.CompletedProcess[bytes]:
-    """What ``subprocess.run`` gives of ``python -m megatron_dppo …``, for code that runs commands itself."""
+    """Stand in for ``subprocess.run`` of ``python -m megatron_dppo …``, for code that runs commands itself."""
     assert list(command[1:3]) == ["-m", "megatron_dppo"], command
     code = Command(["megatron-dppo", *command[3:]], log).exit_code()
     return subprocess.CompletedProcess(command, code)
-
-
-def fork_commands(errors: Path) -> None:
-    """Before a script that runs commands: they begin where it has imported all. Errors are written to a file."""
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
-    subprocess.Popen = Forked
 
 
 def _python(words: Sequence[str]) -> int:
@@ -126,7 +122,7 @@ def _python(words: Sequence[str]) -> int:
         runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
         return 0
     main = ModuleType("__main__")
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # what is spawned looks there
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # spawned processes look there
     if rest[0] == "-c":
         sys.argv = ["-c", *rest[2:]]
         exec(rest[1], vars(main))
@@ -138,8 +134,10 @@ def _python(words: Sequence[str]) -> int:
 
 
 class Forked(POPEN[bytes]):
-    """``python -m megatron_dppo …``, or a rank's ``python -m megatron_dppo.launch.rank JOB CONFIG``, without Python's
-    start: what would come before the command in its new process never ends."""
+    """``python -m megatron_dppo …`` or ``python -m megatron_dppo.launch.rank JOB CONFIG`` without Python's start.
+
+    The function that ``Popen`` calls before the command in the new process never returns.
+    """
 
     def __init__(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (), **more: Any
@@ -155,7 +153,7 @@ class Forked(POPEN[bytes]):
 
 def _begin(main: Callable[[], int], environ: Mapping[str, str], held: Sequence[int]) -> NoReturn:
     for low, high in zip(sorted(held), [*sorted(held)[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-        os.closerange(low + 1, high)  # one of them tells the launcher, by its end, that the command has begun
+        os.closerange(low + 1, high)  # the launcher's Popen waits for the end of one of these
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -164,7 +162,7 @@ def _begin(main: Callable[[], int], environ: Mapping[str, str], held: Sequence[i
     os.environ.clear()
     os.environ.update(environ)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    _resource_tracker._fd = None  # of the other process, and closed: another file has its number soon
+    _resource_tracker._fd = None  # the other process's file is closed, and another file has its number soon
     subprocess.Popen = POPEN
     os._exit(_exit_code(main))
 
@@ -178,7 +176,7 @@ def _rank(words: Sequence[str]) -> int:
 
 
 def _exit_code(main: Callable[[], int]) -> int:
-    """That Python would end with, of what is returned or raised."""
+    """Return Python's exit code for a returned value or an exception."""
     try:
         code = main()
     except SystemExit as ended:

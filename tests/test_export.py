@@ -75,7 +75,7 @@ def test_an_export_replaces_only_an_earlier_export(run: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("offline", [("HF_HUB_OFFLINE", True), ("ENDPOINT", "http://127.0.0.1:9")], ids=str)
-def test_an_unreachable_hub_is_refused_before_anything_is_written(
+def test_an_unreachable_hub_is_refused_before_writing(
     run: Path,
     tmp_path: Path,
     offline: tuple[str, object],

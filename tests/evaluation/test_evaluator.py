@@ -289,7 +289,7 @@ def test_a_vote_is_the_mean_of_draws_among_the_leaders(right: int, wrong: list[s
     assert vote(right, wrong) == pytest.approx(expected)
 
 
-def test_empty_answers_have_no_vote_and_equal_answers_vote_together() -> None:
+def test_equal_answers_vote_together_and_empty_ones_never() -> None:
     assert (vote(1, ["", "", ""]), vote(0, ["", ""])) == (1.0, 0.0)
     assert vote(2, ["1/2", "0.5", "3"]) == 1.0
     assert vote(2, ["1/2", "0.5", "3"], {("1/2", "0.5")}) == 0.5

@@ -139,7 +139,7 @@ def test_intervals_hold_the_truth_in_95_of_100_worlds() -> None:
     assert 0.89 <= held / 400 <= 0.98
 
 
-def test_the_interval_is_normal_repeatable_and_skips_missing_values() -> None:
+def test_the_interval_is_normal_and_skips_missing_values() -> None:
     values = np.random.default_rng(3).normal(10.0, 2.0, 1000)
     found = estimate(values)
     error = values.std() / np.sqrt(1000)
