@@ -48,7 +48,7 @@ def contents(step: StepPlan) -> list[object]:
 
 
 def test_plan_is_a_function_of_metadata_configuration_and_step():
-    metadata, config = step_metadata(32), step_config(updates_per_rollout=2)
+    metadata, config = step_metadata(32), step_config()
     first = contents(plan(metadata, config))
     assert contents(plan(metadata, config)) == first
     assert contents(plan(metadata, config, step=4)) != first
