@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from megatron_dppo.errors import UserError
@@ -20,6 +18,6 @@ from megatron_dppo.integrations.settings import Pruning
         ({"max_weight": 0.5}, "pruning.max_weight = 0.5"),
     ],
 )
-def test_wrong_field_is_refused(fields: dict[str, Any], refused: str) -> None:
+def test_wrong_field_is_refused(fields, refused):
     with pytest.raises(UserError, match=refused):
         Pruning(**fields)

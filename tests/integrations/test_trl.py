@@ -92,7 +92,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mean_pruned_gradient_is_that_of_trl(policy: Path, tmp_path: Path, name: str) -> None:
+def test_mean_pruned_gradient_is_that_of_trl(policy, tmp_path, name):
     assert relative_error(policy, tmp_path, **{"num_iterations": 2} | CASES[name]) < 1e-6
 
 
@@ -111,9 +111,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Inputs]:
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
-def test_mean_gradient_with_ratios_of_vllm_is_that_of_trl(
-    policy: Path, tmp_path: Path, seen: list[Inputs], mode: str
-) -> None:
+def test_mean_gradient_with_ratios_of_vllm_is_that_of_trl(policy, tmp_path, seen, mode):
     case = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.5}
     assert relative_error(policy, tmp_path, use_engine, loss_type="dr_grpo", num_iterations=2, **case) < 1e-6
     for inputs in seen:
@@ -127,7 +125,7 @@ def logged(made: GRPOTrainer, name: str) -> list[float]:
     return [row[name] for row in made.state.log_history if name in row]
 
 
-def test_pruned_steps_take_fewer_and_narrower_passes(policy: Path, tmp_path: Path, seen: list[Inputs]) -> None:
+def test_pruned_steps_take_fewer_and_narrower_passes(policy, tmp_path, seen):
     made = trainer(policy, tmp_path, PrunedGRPOTrainer, pruning=Pruning(budget=0.4), gradient_accumulation_steps=6)
     trained(made)
     assert 4 <= len(seen) <= 4 * 4
@@ -141,7 +139,7 @@ def test_pruned_steps_take_fewer_and_narrower_passes(policy: Path, tmp_path: Pat
         assert len(inputs["completion_ids"]) <= ROWS
 
 
-def test_equal_rewards_take_one_pass_and_no_step(policy: Path, tmp_path: Path, seen: list[Inputs]) -> None:
+def test_equal_rewards_take_one_pass_and_no_step(policy, tmp_path, seen):
     """The mean of three times 0.11 is not 0.11, and TRL's own advantages are rounding in place of 0."""
     options = {"num_generations": 3, "per_device_train_batch_size": 3, "rewards": lambda completions, **_: [0.11] * 9}
     made = trainer(policy, tmp_path, PrunedGRPOTrainer, **options)
@@ -160,7 +158,7 @@ def test_equal_rewards_take_one_pass_and_no_step(policy: Path, tmp_path: Path, s
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, [(7, 0, 0), (7, 0, 1), (7, 1, 0), (7, 1, 1)]),
     ],
 )
-def test_each_draw_has_a_seed_of_its_own(policy: Path, tmp_path: Path, monkeypatch, options, expected) -> None:
+def test_each_draw_has_a_seed_of_its_own(policy, tmp_path, monkeypatch, options, expected):
     seeds, own = [], np.random.default_rng
     made = trainer(policy, tmp_path, PrunedGRPOTrainer, pruning=Pruning(seed=7), **options)
     monkeypatch.setattr(np.random, "default_rng", lambda seed: seeds.append(seed) or own(seed))
@@ -169,7 +167,7 @@ def test_each_draw_has_a_seed_of_its_own(policy: Path, tmp_path: Path, monkeypat
     assert len(set(seeds)) == len(seeds)
 
 
-def test_resumed_training_has_the_same_parameters(policy: Path, tmp_path: Path) -> None:
+def test_resumed_training_has_the_same_parameters(policy, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2, "pruning": Pruning(budget=0.4), "num_iterations": 2}
     whole = trained(trainer(policy, tmp_path, PrunedGRPOTrainer, **options))
     resumed = trainer(policy, tmp_path, PrunedGRPOTrainer, **options)
@@ -178,7 +176,7 @@ def test_resumed_training_has_the_same_parameters(policy: Path, tmp_path: Path) 
     assert not torch.equal(trained(other), whole)
 
 
-def test_evaluation_is_not_pruned(policy: Path, tmp_path: Path, seen: list[Inputs]) -> None:
+def test_evaluation_is_not_pruned(policy, tmp_path, seen):
     made = trainer(policy, tmp_path, PrunedGRPOTrainer)
     made.eval_dataset = made.train_dataset.select(range(2))
     made.evaluate()
@@ -197,7 +195,7 @@ class PrunedTwice(PrunedGRPOTrainer, Twice):
     completion_inputs = PrunedGRPOTrainer.completion_inputs | {"twice": 0.0}
 
 
-def test_inputs_of_a_users_trainer_are_cut_or_refused(policy: Path, tmp_path: Path, seen: list[Inputs]) -> None:
+def test_inputs_of_a_users_trainer_are_cut_or_refused(policy, tmp_path, seen):
     trained(trainer(policy, tmp_path, PrunedTwice))
     for inputs in seen:
         assert torch.equal(inputs["twice"], 2.0 * inputs["completion_mask"])
@@ -216,7 +214,7 @@ def test_inputs_of_a_users_trainer_are_cut_or_refused(policy: Path, tmp_path: Pa
         (2, "router_aux_loss_coef", 0.001),
     ],
 )
-def test_terms_without_an_unbiased_weight_are_refused(tmp_path: Path, experts: int, setting: str, value: Any) -> None:
+def test_terms_without_an_unbiased_weight_are_refused(tmp_path, experts, setting, value):
     policy = write_policy(tmp_path / "policy", experts=experts)
     with pytest.raises(UserError, match=f"{setting} = {value}: .*biased"):
         trainer(policy, tmp_path, PrunedGRPOTrainer, **{setting: value})
@@ -225,20 +223,20 @@ def test_terms_without_an_unbiased_weight_are_refused(tmp_path: Path, experts: i
 
 
 @pytest.mark.parametrize("pruning", [Pruning(budget="auto"), Pruning(rule="threshold"), Pruning(rule="none")])
-def test_other_rules_train(policy: Path, tmp_path: Path, pruning: Pruning) -> None:
+def test_other_rules_train(policy, tmp_path, pruning):
     made = trainer(policy, tmp_path, PrunedGRPOTrainer, pruning=pruning)
     trained(made)
     assert all(0.0 < kept <= 1.0 for kept in logged(made, "pruning/kept"))
 
 
-def test_trl_needs_neither_megatron_nor_the_configuration() -> None:
+def test_trl_needs_neither_megatron_nor_the_configuration():
     code = "import sys, megatron_dppo.integrations.trl; print(*(m for m in sys.modules if m.startswith('megatron')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "megatron_dppo.integrations.trl" in loaded
     assert {name.split(".")[1] for name in loaded if "." in name} == {"errors", "integrations", "rl"}
 
 
-def test_two_ranks_have_the_gradient_of_trl_on_two_ranks(policy: Path, tmp_path: Path) -> None:
+def test_two_ranks_have_the_gradient_of_trl_on_two_ranks(policy, tmp_path):
     """Ranks also take as many passes each, whatever each has drawn: see ``trl_on_ranks.py``."""
     words = "-m torch.distributed.run --standalone --nproc-per-node 2 -m tests.integrations.trl_on_ranks"
     command = [sys.executable, *words.split(), str(policy), str(tmp_path)]
@@ -247,7 +245,7 @@ def test_two_ranks_have_the_gradient_of_trl_on_two_ranks(policy: Path, tmp_path:
     assert done.stdout.count("as expected") == 2
 
 
-def test_program_of_the_page_trains(policy: Path, tmp_path: Path) -> None:
+def test_program_of_the_page_trains(policy, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "recipes" / "other_trainers.md").read_text(encoding="utf-8")
     program = page.split('title="grpo.py"\n')[1].split("```")[0]
     assert "python grpo.py" in page

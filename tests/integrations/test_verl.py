@@ -220,26 +220,26 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_mean_gradient_of_the_legacy_trainer_is_that_of_verl(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_gradient_of_the_legacy_trainer_is_that_of_verl(mode, monkeypatch):
     made = legacy(configure(f"actor_rollout_ref.actor.loss_agg_mode={mode}"))
     assert error_of_mean(monkeypatch, *made, RayPPOTrainer) < 1e-6
 
 
 @pytest.mark.usefixtures("queue")
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_mean_gradient_of_the_v1_trainer_is_that_of_verl(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_gradient_of_the_v1_trainer_is_that_of_verl(mode, monkeypatch):
     made = v1(configure(f"actor_rollout_ref.actor.loss_agg_mode={mode}"))
     assert error_of_mean(monkeypatch, *made, PPOTrainerSync) < 1e-6
 
 
 @pytest.mark.parametrize("loss", integration.PROPORTIONAL)
-def test_accepted_loss_is_proportional_to_its_advantages(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_loss_is_proportional_to_its_advantages(loss, monkeypatch):
     made = legacy(configure(f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"))
     assert error_of_mean(monkeypatch, *made, RayPPOTrainer) < 1e-6
 
 
 @pytest.mark.usefixtures("queue")
-def test_step_continues_with_the_whole_batch_and_its_advantages() -> None:
+def test_step_continues_with_the_whole_batch_and_its_advantages():
     made, batch, workers = v1(configure())
 
     def advantages() -> torch.Tensor:
@@ -256,7 +256,7 @@ def test_step_continues_with_the_whole_batch_and_its_advantages() -> None:
 
 
 @pytest.mark.usefixtures("queue")
-def test_draw_depends_on_the_step_alone() -> None:
+def test_draw_depends_on_the_step_alone():
     made, batch, workers = v1(configure())
 
     def gradients(step: int) -> torch.Tensor:
@@ -293,7 +293,7 @@ ACTOR = "actor_rollout_ref.actor"
         ),
     ],
 )
-def test_settings_that_bias_the_gradient_are_refused(settings: str, named: str) -> None:
+def test_settings_that_bias_the_gradient_are_refused(settings, named):
     config = configure(*settings.split())
     with pytest.raises(UserError, match=named):
         get_trainer_cls("pruned_sync")(config=config)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from tests.laws.real_windows import (
     read_windows,
     select_groups,
 )
-from tests.ranks import RankPool
 from tests.rl.integration import FixedOffset, all_plans, outcomes, recorded_draws
 
 WINDOWS = read_windows()
@@ -96,7 +94,7 @@ def full_scales(window: RealWindow) -> Floats:
     }[window.loss.name]
 
 
-def test_packed_gradient_is_the_sum_of_its_rows(ranks: RankPool, tmp_path: Path) -> None:
+def test_packed_gradient_is_the_sum_of_its_rows(ranks, tmp_path):
     """Tie the algebra below to the system: plans of both levels, two updates, several packs, one actor."""
     errors = make_windows(ranks, tmp_path, warm_up=60, updates=2)["packed_errors"]
     # With binary rewards a whole minibatch may be without advantage.
@@ -112,7 +110,7 @@ def test_packed_gradient_is_the_sum_of_its_rows(ranks: RankPool, tmp_path: Path)
         *((*case, "none" if case[1] == "dapo" else "neyman", "neyman") for case in CASES[1:]),
     ],
 )
-def test_expected_pruned_gradient_is_the_full_one(kind: str, loss: str, prompts: str, completions: str) -> None:
+def test_expected_pruned_gradient_is_the_full_one(kind, loss, prompts, completions):
     window = WINDOWS[kind, loss]
     assert bias(window, configure(window, prompts, completions)) < ROUNDING
 
@@ -123,7 +121,7 @@ BIASED = [
 ]
 
 
-def test_biased_rules_are_named() -> None:
+def test_biased_rules_are_named():
     rules = [*(("none", rule) for rule in COMPLETION_RULES), *((rule, "none") for rule in PROMPT_RULES)]
     named = [pair for pair in rules if PROMPT_RULES[pair[0]].biased or COMPLETION_RULES[pair[1]].biased]
     assert sorted(named) == sorted(BIASED)
@@ -133,7 +131,7 @@ def test_biased_rules_are_named() -> None:
 @pytest.mark.parametrize(
     ("prompts", "completions", "normaliser"), [*((*pair, "full") for pair in BIASED), ("none", "top_k", "kept")]
 )
-def test_rule_named_biased_is_biased(prompts: str, completions: str, normaliser: str) -> None:
+def test_rule_named_biased_is_biased(prompts, completions, normaliser):
     window = WINDOWS["binary", "grpo"]
     settings = (f"pruning.completions.normaliser={normaliser}", "pruning.completions.keep=0.25")
     assert bias(window, configure(window, prompts, completions, *settings)) > BIAS

@@ -97,7 +97,7 @@ def lab(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 
 @pytest.mark.parametrize(("tree", "pruned"), [(TWICE, False), (BY_ENTROPY, True)], ids=["levels", "entropy, pruned"])
-def test_trees_have_the_gradient_of_flat_groups(lab: Lab, ranks: RankPool, tree: TreeConfig, pruned: bool) -> None:
+def test_trees_have_the_gradient_of_flat_groups(lab, ranks, tree, pruned):
     along = ranks.run(1, measure, lab.folder, tree, pruned)[0] @ lab.direction
     variance = sum(values.var(ddof=1) / len(values) for values in (along, lab.truth))
     assert abs(along.mean() - lab.truth.mean()) < 4.0 * np.sqrt(variance)

@@ -54,7 +54,7 @@ def assert_equal_with_gradients(ours: Function, reference: Function, inputs: Seq
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 5])
-def test_pack_equals_transformers_on_each_segment_alone(chunk: int) -> None:
+def test_pack_equals_transformers_on_each_segment_alone(chunk):
     assert_equal_with_gradients(
         lambda *inputs: chunk_gated_delta_rule(*inputs, cu_seqlens=starts_of(LENGTHS), chunk=chunk)[0],
         lambda *inputs: on_each_segment(lambda *parts: theirs.torch_chunk_gated_delta_rule(*parts)[0], inputs),
@@ -62,14 +62,14 @@ def test_pack_equals_transformers_on_each_segment_alone(chunk: int) -> None:
     )
 
 
-def test_states_are_in_the_order_of_the_segments() -> None:
+def test_states_are_in_the_order_of_the_segments():
     _, states = chunk_gated_delta_rule(*draw(LENGTHS), cu_seqlens=starts_of(LENGTHS))
     for state, length in zip(states, LENGTHS, strict=True):
         _, alone = chunk_gated_delta_rule(*draw((length,)), cu_seqlens=starts_of((length,)))
         torch.testing.assert_close(state, alone[0])
 
 
-def test_segment_resumes_from_a_state_in_chunks_and_tokens() -> None:
+def test_segment_resumes_from_a_state_in_chunks_and_tokens():
     inputs, length, cut = draw((50,)), 50, 37
     whole, end = chunk_gated_delta_rule(*inputs, cu_seqlens=starts_of((length,)))
     _, state = chunk_gated_delta_rule(*(x[:, :cut] for x in inputs), cu_seqlens=starts_of((cut,)))
@@ -84,7 +84,7 @@ def test_segment_resumes_from_a_state_in_chunks_and_tokens() -> None:
         torch.testing.assert_close(last, end)
 
 
-def test_convolution_reads_its_own_segment_alone() -> None:
+def test_convolution_reads_its_own_segment_alone():
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(1, sum(LENGTHS), 10, generator=generator), torch.randn(10, 4, generator=generator)
 

@@ -13,7 +13,6 @@ from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, RoutingShape, TrainingSamples, VersionSpan
-from tests.ranks import RankPool
 
 PROMPT_LENGTHS = (3, 1, 5)
 RESPONSE_LENGTHS = ((4, 1), (2, 7), (6, 3))
@@ -35,11 +34,6 @@ def roles_of(index: int, sample: int) -> np.ndarray:
     """Return two alternating roles, and −1 for tokens that the policy did not sample."""
     tokens = np.arange(RESPONSE_LENGTHS[index][sample])
     return np.where(tokens % 3 == index, -1, tokens % 2).astype(np.int8)
-
-
-def forks_of(index: int, sample: int) -> np.ndarray:
-    """Return the segments of a tree's leaf, whose tokens were all sampled."""
-    return np.minimum(np.arange(RESPONSE_LENGTHS[index][sample]) // (1 + index), 2).astype(np.int8)
 
 
 def group(index: int, segments: Segments | None) -> Group:
@@ -95,13 +89,10 @@ def receive(
     [
         (LayoutConfig(pp=2, dp=2), None, True),
         (LayoutConfig(dp=2), roles_of, False),
-        (LayoutConfig(dp=2), forks_of, False),
     ],
-    ids=["routing and teacher", "roles", "tree"],
+    ids=["routing and teacher", "segments"],
 )
-def test_ranks_get_the_samples_of_their_replica_in_order(
-    ranks: RankPool, layout: LayoutConfig, segments: Segments | None, routed: bool
-) -> None:
+def test_ranks_get_the_samples_of_their_replica_in_order(ranks, layout, segments, routed):
     given = plan(segments)
     for replica, packs, layers in ranks.run(layout.pp * 2, receive, layout, segments, routed):
         expected = given.packs[replica]

@@ -22,9 +22,7 @@ from megatron_dppo.parallel.layout import capacity_multiple, interleaved_packs, 
         (3, 4096, True, 6),
     ],
 )
-def test_packs_on_gpus_are_whole_tiles_where_the_limit_allows(
-    cp: int, max_tokens: int, cuda: bool, multiple: int
-) -> None:
+def test_packs_on_gpus_are_whole_tiles_where_the_limit_allows(cp, max_tokens, cuda, multiple):
     assert capacity_multiple(LayoutConfig(cp=cp), max_tokens, cuda=cuda) == multiple
 
 
@@ -38,7 +36,7 @@ def test_packs_on_gpus_are_whole_tiles_where_the_limit_allows(
         (10, LayoutConfig(pp=3, first_stage_layers=2)),
     ],
 )
-def test_stages_have_the_layers_of_megatron(layers: int, layout: LayoutConfig) -> None:
+def test_stages_have_the_layers_of_megatron(layers, layout):
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=8,
@@ -65,13 +63,13 @@ def test_stages_have_the_layers_of_megatron(layers: int, layout: LayoutConfig) -
     "layout",
     [LayoutConfig(pp=5), LayoutConfig(pp=2, vpp=4), LayoutConfig(pp=2, first_stage_layers=5, last_stage_layers=6)],
 )
-def test_indivisible_layers_are_refused(layout: LayoutConfig) -> None:
+def test_indivisible_layers_are_refused(layout):
     with pytest.raises(ValueError, match="12 layers"):
         stage_layers(12, 0, layout)
 
 
 @pytest.mark.parametrize(("packs", "stages", "size"), [(3, 2, 3), (4, 2, 2), (5, 2, 3), (9, 4, 5)])
-def test_interleaved_packs_leave_no_group_below_the_stages(packs: int, stages: int, size: int) -> None:
+def test_interleaved_packs_leave_no_group_below_the_stages(packs, stages, size):
     assert interleaved_packs(packs, stages) == size
 
 
@@ -83,9 +81,7 @@ def test_interleaved_packs_leave_no_group_below_the_stages(packs: int, stages: i
         (LayoutConfig(tp=2, ep=4, etp=1, pp=2), 12, "layout.ep", 2),
     ],
 )
-def test_ranks_that_cannot_share_the_experts_are_refused(
-    layout: LayoutConfig, ranks: int, setting: str, multiple: int
-) -> None:
+def test_ranks_that_cannot_share_the_experts_are_refused(layout, ranks, setting, multiple):
     with pytest.raises(UserError, match=f"layout.dp to a multiple of {multiple}") as caught:
         resolve_layout(layout, ranks)
     assert caught.value.setting == setting

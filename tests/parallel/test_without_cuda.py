@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ only_without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="machin
 
 
 @only_without_cuda
-def test_second_install_changes_nothing() -> None:
+def test_second_install_changes_nothing():
     without_cuda.install()
     zeros, tensor_type = torch.zeros, torch.Tensor.type
     without_cuda.install()
@@ -25,7 +23,7 @@ def test_second_install_changes_nothing() -> None:
 
 
 @only_without_cuda
-def test_meta_device_allocates_no_memory(tmp_path: Path) -> None:
+def test_meta_device_allocates_no_memory(tmp_path):
     code = (
         "import torch; from megatron_dppo.parallel import without_cuda; without_cuda.install()\n"
         "with torch.device('meta'): assert torch.nn.Linear(2, 2).weight.is_meta and torch.zeros(1).is_meta"

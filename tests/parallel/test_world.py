@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import initialize
-from tests.ranks import RankPool
 
 
 def come_late(rank: int, size: int, reported: Path) -> str:
@@ -34,7 +33,7 @@ def come_late(rank: int, size: int, reported: Path) -> str:
     return "no error"
 
 
-def test_late_rank_is_named_with_the_setting_and_the_work(ranks: RankPool, tmp_path: Path) -> None:
+def test_late_rank_is_named_with_the_setting_and_the_work(ranks, tmp_path):
     leader, late = ranks.run(2, come_late, tmp_path / "reported")
     assert leader.startswith("rollout.timeout_s = 0.5: not every rank finished its rollouts in time")
     assert "1" in leader.split("in time: ")[1]
@@ -55,11 +54,11 @@ def fail_on_one(rank: int, size: int) -> str:
     return "no error"
 
 
-def test_error_of_one_rank_is_raised_on_all(ranks: RankPool) -> None:
+def test_error_of_one_rank_is_raised_on_all(ranks):
     assert ranks.run(2, fail_on_one) == ["is broken on rank 1"] * 2
 
 
-def test_default_group_is_bound_to_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_group_is_bound_to_no_device(monkeypatch):
     """Torch would split the group for weights off a group that is bound."""
     asked: dict[str, Any] = {}
 

@@ -33,10 +33,12 @@ def candidates(rewards, *, floor: float = 0.2, needs_all: bool = False) -> Compl
     ("rewards", "expected"),
     [
         (MIXED, [[1, 0.4, 0.4, 0.4], [0.4, 0.4, 0.4, 1], [0.4] * 4]),
+        # |A| of 3, 1, 2, 2: the mean itself is kept.
+        ([[0, 2, 5, 5]], [[1, 0.4, 1, 1]]),
         # Every |A| is the same number, but not in floating point.
         ([[0.1, 0.7, 0.1, 0.7]], [[0.4] * 4]),
     ],
-    ids=["majority", "rounding"],
+    ids=["majority", "mean", "rounding"],
 )
 def test_threshold_prunes_the_majority_outcome_of_each_group(rewards, expected):
     np.testing.assert_array_equal(completion_inclusion("threshold", candidates(rewards), 0.4), expected)

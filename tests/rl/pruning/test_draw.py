@@ -35,7 +35,7 @@ def outcomes(chances: Floats) -> Iterator[tuple[float, Bools]]:
         yield float(np.where(drawn, chances, 1.0 - chances).prod()), drawn
 
 
-def test_noise_and_saved_tokens_are_estimated_without_bias() -> None:
+def test_noise_and_saved_tokens_are_estimated_without_bias():
     """Terms of norm h have directions of their own. The variance is integrated over all 2^12 draws of both levels."""
     rewards = np.array([[1.0, 0, 0], [1, 1, 0], [0, 1, 0]])
     metadata = step_metadata(3, 3, rewards=rewards)
@@ -60,7 +60,7 @@ def test_noise_and_saved_tokens_are_estimated_without_bias() -> None:
 
 
 @pytest.mark.parametrize(("rule", "teacher"), [("none", "T"), ("neyman", None)])
-def test_masked_completions_are_no_noise_and_no_saving(rule: str, teacher: str | None) -> None:
+def test_masked_completions_are_no_noise_and_no_saving(rule, teacher):
     """With a teacher they would have a gradient too."""
     truncated = np.random.default_rng(2).random((24, 8)) < 0.4
     metadata = step_metadata(24, log_ratios=np.full((24, 8, 2), 1.0 if teacher else 0.0), truncated=truncated)
@@ -76,7 +76,7 @@ def test_masked_completions_are_no_noise_and_no_saving(rule: str, teacher: str |
 
 
 @pytest.mark.parametrize("rule", ["none", "neyman"])
-def test_noise_of_sampling_is_one_over_the_inflation(rule: str) -> None:
+def test_noise_of_sampling_is_one_over_the_inflation(rule):
     metadata = step_metadata(48, prompt_inclusion=np.linspace(0.3, 1.0, 48))
     metrics = prune_metrics(metadata.window, [(metadata, draw(metadata, rule=rule, keep=0.3))])
     assert 1.0 - sum(metrics[share] for share in NOISE) == pytest.approx(1.0 / metrics[INFLATION])
@@ -84,7 +84,7 @@ def test_noise_of_sampling_is_one_over_the_inflation(rule: str) -> None:
     assert (metrics[NOISE[1]] > 0.05) == (rule != "none")
 
 
-def test_tokens_are_trained_on_or_saved_or_of_zero_advantage() -> None:
+def test_tokens_are_trained_on_or_saved_or_of_zero_advantage():
     parts = [(part, draw(part)) for part in (step_metadata(16, seed=1), step_metadata(16, seed=2))]
     metrics = prune_metrics(32.0, parts)
     kept = sum(int(part.tokens[pruned.kept].sum()) for part, pruned in parts)
@@ -96,7 +96,7 @@ def test_tokens_are_trained_on_or_saved_or_of_zero_advantage() -> None:
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_unpruned_step_saves_nothing(kl_coef: float) -> None:
+def test_unpruned_step_saves_nothing(kl_coef):
     """Zero advantages are dropped unless a KL term gives them a gradient. Neither is a saving."""
     metadata = step_metadata(16)
     metrics = prune_metrics(16.0, [(metadata, draw(metadata, rule="none", kl_coef=kl_coef))])
@@ -104,7 +104,7 @@ def test_unpruned_step_saves_nothing(kl_coef: float) -> None:
     assert (metrics["prune/zero_advantage_tokens"] > 0) == (kl_coef == 0.0)
 
 
-def test_biased_completion_rule_has_no_variance() -> None:
+def test_biased_completion_rule_has_no_variance():
     """CPPO keeps the largest without weights; another rule keeps all, with a weight that is not 1/π."""
     metadata = step_metadata(16)
     unpruned = draw(metadata, rule="none")
@@ -116,7 +116,7 @@ def test_biased_completion_rule_has_no_variance() -> None:
     assert INFLATION in prune_metrics(metadata.window, [(metadata, unpruned)])
 
 
-def test_biased_prompt_rule_saves_its_prompts_at_the_mean_of_the_others() -> None:
+def test_biased_prompt_rule_saves_its_prompts_at_the_mean_of_the_others():
     """Four of ten prompts were rolled out without known probabilities; then all of six, and two left out."""
     metadata = step_metadata(6, 4)
     tokens = metadata.tokens.sum(axis=1)
@@ -132,13 +132,13 @@ def test_biased_prompt_rule_saves_its_prompts_at_the_mean_of_the_others() -> Non
 
 
 @pytest.mark.parametrize("groups", [0, 4])
-def test_step_without_advantages_has_no_noise_of_pruning(groups: int) -> None:
+def test_step_without_advantages_has_no_noise_of_pruning(groups):
     metadata = step_metadata(groups, rewards=np.ones((groups, 8)))
     metrics = prune_metrics(4.0, [(metadata, draw(metadata))])
     assert [metrics[name] for name in (INFLATION, *NOISE)] == [1.0, 0.0, 0.0]
 
 
-def test_census_counts_every_completion_once_in_every_table() -> None:
+def test_census_counts_every_completion_once_in_every_table():
     """Two minibatches are counted together."""
     halves = [take_groups(step_metadata(48), groups) for groups in np.split(np.arange(48), 2)]
     parts = [(half, draw(half)) for half in halves]
@@ -167,7 +167,7 @@ def cells(table: tuple[Cell, ...], columns: int) -> list[tuple[float, ...]]:
     return [cell[:columns] for cell in table]
 
 
-def test_census_shows_that_the_paper_prunes_the_majority() -> None:
+def test_census_shows_that_the_paper_prunes_the_majority():
     """Groups of eight have 1, 4 and 6 right answers."""
     counted = count_one([[1.0] * right + [0.0] * (8 - right) for right in (1, 4, 6)], "threshold")
     assert counted.binary
@@ -181,14 +181,14 @@ def test_census_shows_that_the_paper_prunes_the_majority() -> None:
     ]
 
 
-def test_census_places_scores_by_octaves_of_their_median() -> None:
+def test_census_places_scores_by_octaves_of_their_median():
     """|A| = 1 and 1/L = 1/16 for all; the score norms have the median 3."""
     norms = np.array([[1.0, 2, 4, 8]])
     counted = count_one([[1.0, 0, 1, 0]], response_lengths=np.full((1, 4), 16), score_norms=norms)
     assert cells(counted.by_cause, 3) == [(4.0, -1.5, 1), (4.0, -0.5, 1), (4.0, 0.5, 1), (4.0, 1.5, 1)]
 
 
-def test_census_places_graded_rewards_by_deviations_from_the_mean() -> None:
+def test_census_places_graded_rewards_by_deviations_from_the_mean():
     """The mean is 3, the standard deviation √3.5; the third completion has no advantage, and one of four is better."""
     counted = count_one([[1.0, 2.0, 3.0, 6.0]])
     assert not counted.binary
@@ -198,7 +198,7 @@ def test_census_places_graded_rewards_by_deviations_from_the_mean() -> None:
 
 
 @pytest.mark.parametrize("groups", [0, 64])
-def test_census_row_is_small(groups: int) -> None:
+def test_census_row_is_small(groups):
     metadata = step_metadata(groups)
     counted = census([(metadata, draw(metadata))])
     row = json.dumps(counted.as_row())

@@ -46,7 +46,7 @@ def read(pool: list[Prompt]) -> Floats:
     return PromptFeatures(pool).of(np.arange(len(pool)))
 
 
-def test_features_have_one_scale_over_the_pool() -> None:
+def test_features_have_one_scale_over_the_pool():
     features = read(SUMS)
     assert features.shape == (len(SUMS), PromptFeatures.size)
     np.testing.assert_array_equal(features[:, 0], 1.0)
@@ -55,14 +55,14 @@ def test_features_have_one_scale_over_the_pool() -> None:
     assert np.abs(features[:, 1:]).max() <= WIDEST**2
 
 
-def test_equal_prompts_differ_in_their_data_source_alone() -> None:
+def test_equal_prompts_differ_in_their_data_source_alone():
     np.testing.assert_array_equal(read([prompt(row, "3+4=") for row in range(5)])[:, 1:], 0.0)
     features = read([prompt(row, "x", data_source=("gsm8k", "math")[row % 2]) for row in range(6)])
     assert (features[::2] == features[0]).all()
     assert (features[1] != features[0]).any()
 
 
-def test_features_of_endless_numbers_are_finite() -> None:
+def test_features_of_endless_numbers_are_finite():
     assert np.isfinite(read([*SUMS[:20], prompt(20, "9" * 5000 + " ²")])).all()
 
 
@@ -70,7 +70,7 @@ def show_features() -> None:
     print(read(made_up_pool(40)).tobytes().hex())
 
 
-def test_features_are_the_same_in_another_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_features_are_the_same_in_another_process(capsys):
     """Python's hash of a text differs from process to process."""
     code = f"from {__name__} import show_features; show_features()"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -100,7 +100,7 @@ def windows(ids: Ints = IDS) -> Iterator[Ints]:
     return iter(ids.reshape(-1, WINDOW))
 
 
-def test_model_predicts_prompts_at_their_first_visit() -> None:
+def test_model_predicts_prompts_at_their_first_visit():
     """A record knows the mean of the pool alone. A change of the predictor is noted."""
     known, rng, rows = forecast(), np.random.default_rng(0), []
     for ids in windows(rng.permutation(IDS)):
@@ -114,7 +114,7 @@ def test_model_predicts_prompts_at_their_first_visit() -> None:
     assert mean["brier_model"] < 0.6 * min(mean["brier_record"], mean["brier_pool"])
 
 
-def test_record_predicts_where_prompts_say_nothing() -> None:
+def test_record_predicts_where_prompts_say_nothing():
     """Half of the prompts are always right, half always wrong, whatever their text."""
     known, rng = forecast(pool=made_up_pool(64)), np.random.default_rng(5)
     accuracy = rng.permutation(np.repeat([0.0, 1.0], 32))
@@ -128,14 +128,14 @@ def test_record_predicts_where_prompts_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("predictor", ["record", "model"])
-def test_predictor_of_the_settings_is_not_replaced(predictor: str) -> None:
+def test_predictor_of_the_settings_is_not_replaced(predictor):
     known, rng = forecast(predictor), np.random.default_rng(0)
     rows = [known.judge_and_learn(visits(ids, roll_out(ids, rng))).metrics for ids in windows()]
     assert known.used == predictor
     assert {row["prune/predicted_by_model"] for row in rows} == {float(predictor == "model")}
 
 
-def test_groups_of_equal_reward_count_under_a_teacher() -> None:
+def test_groups_of_equal_reward_count_under_a_teacher():
     """All answers are right. The longer the prompt, the larger the gradients of a group."""
     known = forecast(taught=True)
     *seen, last = windows()
@@ -146,7 +146,7 @@ def test_groups_of_equal_reward_count_under_a_teacher() -> None:
     assert found.mean() == pytest.approx((LENGTHS[last] ** 2).mean(), rel=0.3)
 
 
-def test_step_is_predicted_before_the_models_learn() -> None:
+def test_step_is_predicted_before_the_models_learn():
     """All answers are right; when nothing is known, every predictor gives one half."""
     known, step = forecast(), visits(np.arange(WINDOW), np.ones((WINDOW, GROUP)))
     first, again = (known.judge_and_learn(step).metrics for _ in range(2))
@@ -156,7 +156,7 @@ def test_step_is_predicted_before_the_models_learn() -> None:
     assert again["prune/brier_record"] < 0.05
 
 
-def test_expected_square_is_the_square_of_mixed_groups_times_their_chance() -> None:
+def test_expected_square_is_the_square_of_mixed_groups_times_their_chance():
     """Sums of many terms are always wrong. Those of two terms have 16 times the square of those of three."""
     known, rng = forecast("model"), np.random.default_rng(1)
     for ids in windows():
@@ -168,7 +168,7 @@ def test_expected_square_is_the_square_of_mixed_groups_times_their_chance() -> N
 
 
 @pytest.mark.parametrize("predictor", ["auto", "record"])
-def test_tokens_are_predicted_by_the_model_alone(predictor: str) -> None:
+def test_tokens_are_predicted_by_the_model_alone(predictor):
     tokens = 4.0 + 2.0 * LENGTHS
     known, rng = forecast(predictor), np.random.default_rng(0)
     *seen, unseen = windows()
@@ -179,7 +179,7 @@ def test_tokens_are_predicted_by_the_model_alone(predictor: str) -> None:
     np.testing.assert_allclose(known.expected_tokens(unseen), found, rtol=0.1)
 
 
-def test_graded_rewards_are_predicted_to_differ_or_not() -> None:
+def test_graded_rewards_are_predicted_to_differ_or_not():
     hard = ACCURACY < 0.5
     known, rng = forecast(), np.random.default_rng(0)
     for ids in windows():
@@ -192,7 +192,7 @@ def test_graded_rewards_are_predicted_to_differ_or_not() -> None:
     assert square[hard].mean() < 0.4 * square[~hard].mean()
 
 
-def test_groups_are_counted_by_their_predicted_chance() -> None:
+def test_groups_are_counted_by_their_predicted_chance():
     ids = np.arange(WINDOW)
     rewards = roll_out(ids, np.random.default_rng(0))
     rows = forecast().judge_and_learn(visits(ids, rewards)).reliability
@@ -204,7 +204,7 @@ def test_groups_are_counted_by_their_predicted_chance() -> None:
             assert tenth / 10 - 1e-6 <= predicted / count <= (tenth + 1) / 10 + 1e-6
 
 
-def test_predictor_metrics_are_in_the_log_and_the_census_of_a_step() -> None:
+def test_predictor_metrics_are_in_the_log_and_the_census_of_a_step():
     counts = PruningStats((1, 5), (0, 0), (0, 0), binary=True, by_group=(), by_reward=(), by_cause=())
     plan = StepPlan((), {"pack/fill": 1.0}, notes=("first",), census=counts)
     rows = (("model", 3, 2, 0.7, 0.5),)
@@ -214,7 +214,7 @@ def test_predictor_metrics_are_in_the_log_and_the_census_of_a_step() -> None:
     assert judged.census == replace(counts, by_prediction=rows)
 
 
-def test_step_without_groups_changes_nothing() -> None:
+def test_step_without_groups_changes_nothing():
     known = forecast()
     before = json.dumps(known.state_dict())
     assert not known.judge_and_learn(visits(IDS[:0], np.zeros((0, GROUP)))).metrics
@@ -222,7 +222,7 @@ def test_step_without_groups_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5], ids=["binary", "graded"])
-def test_forecast_resumes_bit_for_bit(scale: float) -> None:
+def test_forecast_resumes_bit_for_bit(scale):
     known, restored, rng = forecast(), forecast(), np.random.default_rng(0)
     for _ in range(5):
         ids = rng.permutation(IDS)[:WINDOW]
@@ -236,7 +236,7 @@ def test_forecast_resumes_bit_for_bit(scale: float) -> None:
     assert json.dumps(known.state_dict()) == json.dumps(restored.state_dict())
 
 
-def test_checkpoint_without_models_is_loaded() -> None:
+def test_checkpoint_without_models_is_loaded():
     """Records had seven fields before there were models."""
     records = {"3": [4.0, 4.0, 1.0, 8.0, 1.0, 0.0, 0.0], "5": [8.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]}
     known = forecast()
@@ -247,7 +247,7 @@ def test_checkpoint_without_models_is_loaded() -> None:
     known.judge_and_learn(visits(np.arange(8), np.eye(8)))
 
 
-def test_likelihood_of_a_record_is_that_of_a_beta_distribution() -> None:
+def test_likelihood_of_a_record_is_that_of_a_beta_distribution():
     """Integrate numerically: three right and two wrong, with a chance that is Beta(1.5, 2.5)."""
     p = (np.arange(200_000) + 0.5) / 200_000
     density = p**0.5 * (1 - p) ** 1.5

@@ -36,7 +36,8 @@ def efficiency(keep, **settings) -> float:
     pruned = prune_minibatch(part, config, objective, keep=keep, rng=np.random.default_rng(0))
     candidates = completion_candidates(part, config, objective, pruned.segments)
     live, generated = ~candidates.zero_advantage, part.response_lengths.sum()
-    squares, tokens, inclusion = candidates.score[live] ** 2, candidates.cost[live], pruned.inclusion[live]
+    tokens = (part.prompt_lengths[:, None] + part.response_lengths)[live]
+    squares, inclusion = candidates.score[live] ** 2, pruned.inclusion[live]
     unpruned = squares.sum() * (generated + tokens.sum())
     return float(unpruned / (squares / inclusion).sum() / (generated + inclusion @ tokens))
 

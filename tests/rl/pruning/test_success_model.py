@@ -41,7 +41,7 @@ class Prompts:
         return float(np.mean((predicted - self.chance[ids]) ** 2) / self.chance[ids].var())
 
 
-def test_features_predict_unseen_prompts_with_a_true_variance() -> None:
+def test_features_predict_unseen_prompts_with_a_true_variance():
     prompts, unseen = Prompts(1000, slope=1.5, spread=0.1), np.arange(400, 1000)
     assert prompts.error(prompts.train(np.arange(400), 10), unseen) < 0.15
 
@@ -50,19 +50,19 @@ def test_features_predict_unseen_prompts_with_a_true_variance() -> None:
     assert 0.7 < np.mean((prompts.logits[ids] - chance.logit) ** 2 / chance.variance) < 1.4
 
 
-def test_visits_predict_where_features_do_not() -> None:
+def test_visits_predict_where_features_do_not():
     prompts = Prompts(300, slope=0.0, spread=2.0)
     assert prompts.error(prompts.train(np.arange(300), 6), np.arange(250, 300)) < 0.35
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.6])
-def test_spread_of_intercepts_is_estimated(spread: float) -> None:
+def test_spread_of_intercepts_is_estimated(spread):
     model = Prompts(2000, slope=1.0, spread=spread).train(np.arange(2000), 20)
     assert spread / 2.1 <= model.spread <= spread * 2.1
     assert model.spread in SPREADS
 
 
-def test_visits_fade_with_updates_of_the_policy() -> None:
+def test_visits_fade_with_updates_of_the_policy():
     features, one, none = np.ones((1, FEATURES)), np.array([0]), np.array([])
     model = SuccessModel(FEATURES)
     model.learn(one, features, np.array([8.0]), np.array([8.0]))
@@ -74,7 +74,7 @@ def test_visits_fade_with_updates_of_the_policy() -> None:
     assert 1.0 > after[1] > before[1]
 
 
-def test_expectations_are_those_of_the_logits_distribution() -> None:
+def test_expectations_are_those_of_the_logits_distribution():
     p = sigmoid(0.4 + np.sqrt(1.7) * np.random.default_rng(0).standard_normal(400_000))
     chance = Chance(np.array([0.4]), np.array([1.7]))
     assert chance.mean()[0] == pytest.approx(p.mean(), abs=2e-3)
@@ -88,7 +88,7 @@ def normal_features(count: int) -> tuple[np.random.Generator, Floats]:
     return rng, np.column_stack([np.ones(count), rng.standard_normal((count, 3))])
 
 
-def test_weights_are_those_of_ridge_regression() -> None:
+def test_weights_are_those_of_ridge_regression():
     rng, features = normal_features(50)
     values = features @ [1.0, 2.0, 0.0, -1.0] + 0.1 * rng.standard_normal(50)
     weights = Weights(4)
@@ -99,7 +99,7 @@ def test_weights_are_those_of_ridge_regression() -> None:
     np.testing.assert_allclose(weights.mean, expected, rtol=1e-8)
 
 
-def test_sizes_are_predicted_without_bias() -> None:
+def test_sizes_are_predicted_without_bias():
     """The exponential of a mean of logarithms would miss 22% of the sum."""
     rng, features = normal_features(3000)
     sizes = np.exp(3.0 + 0.5 * features[:, 1] + 0.7 * rng.standard_normal(3000))
