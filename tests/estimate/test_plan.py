@@ -6,61 +6,26 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_dppo.bridge.mapping import parameters
-from megatron_dppo.config import Config, LayoutConfig
+from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.assumptions import GPUS, Assumptions, read_assumptions
-from megatron_dppo.estimate.memory import actor_memory, parameters_of, rank_elements, resident_bytes, shape_of
-from megatron_dppo.estimate.plan import Plan, as_json, make_plan
+from megatron_dppo.estimate.assumptions import GPUS, read_assumptions
+from megatron_dppo.estimate.memory import parameters_of, rank_elements, resident_bytes, shape_of
+from megatron_dppo.estimate.plan import as_json, make_plan
 from megatron_dppo.estimate.remedies import nodes_of
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.search import with_settings
 from megatron_dppo.estimate.workload import Lengths, Setup, Work, place, work_of
 from megatron_dppo.models.shape import PUBLISHED
-from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import size_text
-
-ROOT = Path(__file__).parents[2]
-LARGE = str(ROOT / "configs" / "qwen3_32b_dppo.yaml")
-SMALL = str(ROOT / "configs" / "qwen3_4b_math.yaml")
-EXPERTS = str(ROOT / "configs" / "qwen3_235b_a22b_dppo.yaml")
-MIXTURE = str(ROOT / "configs" / "qwen3_30b_a3b_dppo.yaml")
-WHOLE = ("layout.first_stage_layers=null", "layout.last_stage_layers=null", "pack.max_tokens=16384")
-PLAIN = {
-    LARGE: ("layout.tp=8", "layout.pp=2", *WHOLE, "cluster.nodes=4", "cluster.server_nodes=4"),
-    SMALL: ("model.recompute=full", "rollout.launch.count=6", "rollout.launch.tp=1"),
-    MIXTURE: ("layout.pp=1", "layout.ep=8", *WHOLE, "cluster.nodes=2", "cluster.server_nodes=2"),
-    EXPERTS: (
-        "layout.tp=2", "layout.cp=2", "layout.ep=16", "pack.max_tokens=16384", "layout.first_stage_layers=11",
-        "layout.last_stage_layers=11", "layout.vpp=1", "cluster.nodes=16", "cluster.server_nodes=16",
-    ),
-}  # fmt: skip
-"""The layouts that these tests count by hand; those of the files are the fastest."""
+from tests.estimate.planned import EXPERTS, LARGE, MIXTURE, ROOT, SMALL, of, plan, setup, trainer_parts
 
 
-def of(*overrides: str, file: str = LARGE) -> Config:
-    return load_config(file, [*PLAIN.get(file, ()), *overrides])
-
-
-def plan(*overrides: str, file: str = LARGE, **assumed: float) -> Plan:
-    return make_plan(of(*overrides, file=file), Assumptions(**assumed))
-
-
-def setup(config: Config, **assumed: float) -> Setup:
-    shape = shape_of(config.model.path)
-    return Setup(config, shape, place(config, shape), Assumptions(**assumed))
-
-
-def trainer_parts(config: Config) -> dict[str, float]:
-    return actor_memory(setup(config)).parts
-
-
-def test_of_several_teachers_one_is_in_memory_and_the_output_layers_of_all() -> None:
+def test_one_of_several_teachers_is_in_memory() -> None:
     def held(named: str) -> dict[str, float]:
         return trainer_parts(of(f"loss.distillation.teachers={{{named}}}", "layout.tp=1", "layout.pp=1", file=SMALL))
 
@@ -71,14 +36,14 @@ def test_of_several_teachers_one_is_in_memory_and_the_output_layers_of_all() -> 
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_are_the_bridges(name: str) -> None:
+def test_parameters_equal_the_mapping(name: str) -> None:
     counted = parameters_of(PUBLISHED[name])
     assert counted.total == parameters(PUBLISHED[name])
     assert counted.matrices < counted.active <= counted.total
     assert (counted.active < counted.total) == bool(PUBLISHED[name].experts)
 
 
-def test_published_sizes_are_the_cards() -> None:
+def test_published_sizes_equal_the_model_cards() -> None:
     billions = {name: round(parameters_of(shape).total / 1e9, 1) for name, shape in PUBLISHED.items()}
     assert billions == {
         "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
@@ -91,7 +56,7 @@ def test_published_sizes_are_the_cards() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
-def test_ranks_hold_the_policy_between_them(name: str) -> None:
+def test_shards_add_up_to_the_policy(name: str) -> None:
     """Stages and slices add up, but for what every rank has: norms, routers, and a tied output layer's copy."""
     shape, together = PUBLISHED[name], parameters_of(PUBLISHED[name]).total
     tp = min(4, shape.kv_heads)
@@ -101,16 +66,16 @@ def test_ranks_hold_the_policy_between_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("words", ["Qwen/Qwen3-32B", "models/Qwen3-30B-A3B-Base", "/x/Qwen3-4B-Instruct-2507-FP8"])
-def test_a_published_model_is_known_by_its_name(words: str) -> None:
+def test_published_model_is_known_by_name(words: str) -> None:
     assert shape_of(words).hidden in (5120, 2048, 2560)
 
 
-def test_an_unknown_model_is_not_guessed() -> None:
+def test_unknown_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"model\.path"):
         shape_of("models/Qwen7-900B")
 
 
-def test_more_replicas_shard_the_optimizer_and_nothing_else() -> None:
+def test_replicas_shard_only_the_optimizer() -> None:
     two, four = trainer_parts(of("cluster.nodes=4")), trainer_parts(of("cluster.nodes=8"))
     assert four["optimizer"] == pytest.approx(two["optimizer"] / 2)
     assert {k: v for k, v in four.items() if k != "optimizer"} == {k: v for k, v in two.items() if k != "optimizer"}
@@ -118,7 +83,7 @@ def test_more_replicas_shard_the_optimizer_and_nothing_else() -> None:
     assert whole["optimizer"] == 2 * two["optimizer"]
 
 
-def test_recomputation_short_packs_and_no_reference_save_memory() -> None:
+def test_recomputation_and_short_packs_save_memory() -> None:
     plain = sum(trainer_parts(of()).values())
     some, most = (sum(trainer_parts(of(f"model.recompute={kind}")).values()) for kind in ("selective", "full"))
     assert most < some < plain
@@ -126,7 +91,7 @@ def test_recomputation_short_packs_and_no_reference_save_memory() -> None:
     assert sum(trainer_parts(of("loss.kl_coef=0.01")).values()) == plain + trainer_parts(of())["weights"]
 
 
-def test_the_head_counts_the_chunk_that_a_gpu_takes() -> None:
+def test_head_memory_is_one_chunk() -> None:
     """And no more than a pack's logits and their gradient."""
     unset, small, large, all_of_it, more = (
         trainer_parts(of("layout.pp=1", *settings))["head"]
@@ -136,7 +101,7 @@ def test_the_head_counts_the_chunk_that_a_gpu_takes() -> None:
     assert large < all_of_it == more
 
 
-def test_what_waits_on_the_host_takes_the_room_of_activations_and_no_more() -> None:
+def test_offloaded_state_uses_the_room_of_activations() -> None:
     plain = trainer_parts(of("loss.kl_coef=0.01"))
     moved = trainer_parts(of("loss.kl_coef=0.01", "optimizer.offload=true", "model.reference_on_host=true"))
     passes = plain["activations"] + plain["head"]
@@ -146,7 +111,7 @@ def test_what_waits_on_the_host_takes_the_room_of_activations_and_no_more() -> N
     assert moved["optimizer"] == plain["optimizer"] - plain["activations"] - plain["head"] > 0.0
 
 
-def test_a_run_that_shares_its_gpus_leaves_servers_what_the_trainer_does_not_hold() -> None:
+def test_colocated_servers_get_the_memory_left_by_the_trainer() -> None:
     servers = ("cluster.server_nodes=0", "rollout.servers=[]", "rollout.launch.count=1", "rollout.ahead=0")
     shared = plan(*servers, "rollout.colocated=true", "rollout.sync.transport=disk", "model.recompute=full")
     held = sum(shared.actor.parts[name] for name in ("weights", "optimizer", "reserved"))
@@ -155,7 +120,7 @@ def test_a_run_that_shares_its_gpus_leaves_servers_what_the_trainer_does_not_hol
     assert plan().actor.parts["asleep"] == 0.0
 
 
-def test_what_waits_on_the_host_is_not_on_the_gpu_while_it_generates() -> None:
+def test_offloaded_state_is_not_resident_while_generating() -> None:
     large = ("cluster.nodes=2", "layout.tp=4", "layout.pp=4", "pack.max_tokens=9216", "model.recompute=full")
     for where, kept in (("rollout.colocated=false", ["gradients"]), ("rollout.colocated=true", [])):
         made = plan(*large, "optimizer.offload=true", "rollout.ahead=0", "rollout.sync.transport=disk", where)
@@ -174,7 +139,7 @@ TOO_LARGE = [
 
 
 @pytest.mark.parametrize("overrides", TOO_LARGE, ids=" ".join)
-def test_what_is_proposed_for_a_run_that_does_not_fit_makes_it_fit(overrides: tuple[str, ...]) -> None:
+def test_proposed_remedies_make_a_run_fit(overrides: tuple[str, ...]) -> None:
     made = plan(*overrides)
     assert not made.fits and made.remedies
     for change in made.remedies:
@@ -188,11 +153,11 @@ def test_what_is_proposed_for_a_run_that_does_not_fit_makes_it_fit(overrides: tu
                 assert not make_plan(less, made.assumptions).fits
 
 
-def test_a_run_that_fits_has_nothing_proposed() -> None:
+def test_fitting_run_has_no_remedies() -> None:
     assert plan().fits and plan().remedies == [] and plan().closest is None
 
 
-def test_more_nodes_are_proposed_only_where_nothing_helps_on_those_there_are() -> None:
+def test_more_nodes_are_proposed_last() -> None:
     made = plan("cluster.nodes=1", "layout.pp=1")
     assert [nodes_of(with_settings(made.config, change)) for change in made.remedies] == [5] * len(made.remedies)
     made = plan("cluster.nodes=4", "cluster.server_nodes=4", "layout.ep=4", file=EXPERTS)
@@ -200,7 +165,7 @@ def test_more_nodes_are_proposed_only_where_nothing_helps_on_those_there_are() -
     assert ", on 20 nodes in place of 8)" in "\n".join(as_text(made))
 
 
-def test_where_nothing_helps_it_is_said_what_comes_closest_and_what_heads_layers_and_experts_allow() -> None:
+def test_closest_miss_is_shown_where_no_remedy_helps() -> None:
     one = ("cluster.nodes=1", "cluster.server_nodes=1", "layout.ep=1", "layout.cp=1", "layout.tp=1")
     made = plan(*one, "layout.sequence_parallel=false", "cluster.gpu=a100-40", file=EXPERTS)
     assert made.remedies == [] and made.closest is not None
@@ -213,7 +178,7 @@ def test_where_nothing_helps_it_is_said_what_comes_closest_and_what_heads_layers
         assert words in text
 
 
-def test_a_run_that_does_not_fit_has_no_times() -> None:
+def test_unfitting_run_has_no_times() -> None:
     servers = ("cluster.server_nodes=0", "rollout.servers=[]", "rollout.launch.count=4", "rollout.ahead=0")
     shared = ("rollout.colocated=true", "rollout.sync.transport=disk", "cluster.nodes=1", "layout.pp=1", "layout.tp=1")
     made = plan(*servers, *shared, "layout.sequence_parallel=false", "rollout.launch.tp=2")
@@ -240,7 +205,7 @@ def test_a_run_that_does_not_fit_has_no_times() -> None:
         (["model.path=nowhere"], "model.path", ""),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(overrides: list[str], setting: str, remedy: str) -> None:
+def test_impossible_placements_are_refused_by_name(overrides: list[str], setting: str, remedy: str) -> None:
     with pytest.raises(UserError) as caught:
         plan(*overrides)
     assert caught.value.setting == setting
@@ -248,7 +213,7 @@ def test_what_cannot_be_is_refused_by_name(overrides: list[str], setting: str, r
 
 
 @pytest.mark.parametrize(("prompts", "completions"), [(1.0, 1.0), (0.7, 0.5), (1.0, 0.2), (0.4, 1.0)])
-def test_pruning_is_never_slower_on_paper(prompts: float, completions: float) -> None:
+def test_pruned_plan_is_never_slower(prompts: float, completions: float) -> None:
     for file in (LARGE, SMALL):
         keep = (f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}")
         for ahead in (0, 1):
@@ -260,7 +225,7 @@ def test_pruning_is_never_slower_on_paper(prompts: float, completions: float) ->
             assert made.cost.gpu_hours <= made.cost_unpruned.gpu_hours * (1 + 1e-9)
 
 
-def test_prompts_that_completions_share_are_trained_on_once_where_they_fit_into_a_pack() -> None:
+def test_shared_prompts_are_trained_on_once_per_pack() -> None:
     settings = ["pruning.prompts.rule=none", "pruning.completions.rule=none", "data.max_prompt_tokens=2048"]
 
     def work(*more: str) -> tuple[Setup, Work]:
@@ -282,7 +247,7 @@ def test_schedules_count_by_their_mean() -> None:
     assert work.kept / work.completions == pytest.approx(0.5 * 0.75 + 0.5 * 0.5, abs=1e-3)
 
 
-def test_dynamic_sampling_rolls_out_more_than_it_trains_on() -> None:
+def test_dynamic_sampling_rolls_out_more() -> None:
     work = work_of(setup(of("pruning.prompts.rule=dynamic_sampling", "pruning.completions.rule=none")))
     assert (work.kept, work.completions) == (2048.0, pytest.approx(2048 / 0.6))
 
@@ -297,7 +262,7 @@ def test_lengths_have_their_mean_and_their_limit() -> None:
         assert lengths.longer_than(1000) == 0.0
 
 
-def test_passes_are_those_that_the_learner_makes() -> None:
+def test_planned_passes_equal_the_learner_s() -> None:
     def phases(*overrides: str) -> set[str]:
         return {name for name, seconds in plan(*overrides).pruned.phases.items() if seconds}
 
@@ -308,20 +273,20 @@ def test_passes_are_those_that_the_learner_makes() -> None:
     assert phases("pruning.completions.score=head") - usual == {"score norms"}
 
 
-def test_the_pipeline_waits_less_the_more_packs_there_are() -> None:
+def test_bubble_shrinks_with_more_packs() -> None:
     for stages in (2, 4, 8):
         step = plan(f"layout.pp={stages}", "layout.tp=4").pruned
         assert step.bubble == pytest.approx((stages - 1) / (step.packs + stages - 1))
         assert step.packs >= 2 * stages
 
 
-def test_one_step_ahead_hides_the_shorter_of_the_two() -> None:
+def test_one_step_ahead_hides_the_shorter_phase() -> None:
     apart, ahead = plan("rollout.ahead=0").pruned, plan("rollout.ahead=1").pruned
     assert apart.seconds == pytest.approx(sum(apart.phases.values()))
     assert max(apart.phases.values()) < ahead.seconds < apart.seconds
 
 
-def test_hours_and_money_are_seconds_times_gpus_times_the_price() -> None:
+def test_cost_is_seconds_times_gpus_times_price() -> None:
     made = plan("cluster.price_per_gpu_hour=2.5", "run.steps=300")
     assert made.cost.gpu_hours == pytest.approx(made.pruned.seconds * 300 * 64 / 3600)
     assert made.cost.money == pytest.approx(2.5 * made.cost.gpu_hours)
@@ -332,7 +297,7 @@ def test_hours_and_money_are_seconds_times_gpus_times_the_price() -> None:
     assert "Set cluster.price_per_gpu_hour to see what they cost." in as_text(plan())
 
 
-def test_the_local_engine_generates_on_the_trainers_gpus_from_a_copy_of_its_own() -> None:
+def test_local_engine_has_a_copy_of_the_weights() -> None:
     local = ("rollout.engine=local", "rollout.servers=[]", "rollout.ahead=0", "cluster.server_nodes=0")
     made = plan(*local, "model.path=models/Qwen3-1.7B", "layout.pp=1", "rollout.max_batch=64", "model.recompute=full")
     assert made.placement.servers == (1,) * made.placement.ranks == (1,) * 32
@@ -340,7 +305,7 @@ def test_the_local_engine_generates_on_the_trainers_gpus_from_a_copy_of_its_own(
     assert made.server.memory.parts["weights"] == 2 * parameters_of(PUBLISHED["qwen3-1.7b"]).total
 
 
-def test_assumptions_are_settable_printed_and_checked() -> None:
+def test_assumptions_are_set_shown_and_checked() -> None:
     assert read_assumptions(["assume.response_share=0.25"]).response_share == 0.25
     made = make_plan(of(), read_assumptions(["assume.busy_share=0.5"]))
     assert made.pruned.phases["training"] == pytest.approx(1.7 * plan().pruned.phases["training"])
@@ -352,7 +317,7 @@ def test_assumptions_are_settable_printed_and_checked() -> None:
             read_assumptions([f"assume.pack_fill={wrong}"])
 
 
-def test_text_and_json_say_the_same() -> None:
+def test_text_and_json_agree() -> None:
     made = plan("cluster.price_per_gpu_hour=2", "rollout.sync.transport=disk")
     text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
     assert f"{found['cost']['gpu_hours']:,.1f} GPU-hours" in text
@@ -388,8 +353,36 @@ def test_command_needs_no_torch() -> None:
     assert found["fits"] and found["placement"]["gpus"] == 64
 
 
-def test_the_command_says_no_where_a_run_does_not_fit() -> None:
+def test_command_ends_with_1_for_an_unfitting_run() -> None:
     answer = answered(LARGE, "cluster.gpu=a100-40", "assume.response_share=0.3")
     assert answer.returncode == 1
     assert "It does NOT fit." in answer.stdout and "  it would with  " in answer.stdout
     assert answered(LARGE, "assume.respones_share=1").returncode == 2
+
+
+def test_no_token_exchange_without_experts() -> None:
+    assert plan().pruned.phases["token exchange"] == 0.0
+
+
+def test_expert_parallelism_is_proposed_for_experts() -> None:
+    made = plan("layout.tp=1", "layout.ep=1", "layout.sequence_parallel=false", file=MIXTURE)
+    assert not made.fits
+    assert {"layout.ep": 8} in made.remedies
+    for change in made.remedies:
+        assert place(with_settings(made.config, change), PUBLISHED["qwen3-30b-a3b"])
+    dense = plan("layout.pp=1", "layout.tp=4")
+    assert not any("layout.ep" in change for change in dense.remedies)
+
+
+def test_virtual_stages_are_given_up_for_memory() -> None:
+    tight = (
+        "layout.pp=4",
+        "layout.tp=4",
+        "layout.vpp=2",
+        "model.recompute=none",
+        "cluster.gpu=h200",
+        "pack.max_tokens=20480",
+    )
+    made = plan(*tight)
+    assert plan(*tight, "layout.vpp=1").fits and not made.fits
+    assert {"layout.vpp": 1} in made.remedies

@@ -34,10 +34,14 @@ from megatron_dppo.estimate.time import least_seconds, step_time, trainer_phases
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PUBLISHED, check_layout
 from megatron_dppo.settings import load_config
-from tests.estimate.test_plan import EXPERTS, LARGE, MIXTURE, ROOT, of, setup
+from tests.estimate.planned import EXPERTS, LARGE, MIXTURE, ROOT, of, setup
 
 EIGHT, ONE_NODE = (str(ROOT / "configs" / f"qwen3_8b_{name}.yaml") for name in ("math", "node"))
 SLOW = ("layout.tp=8", "layout.pp=1", "layout.cp=1", "layout.first_stage_layers=null", "layout.last_stage_layers=null")
+
+
+def name_of(file: str) -> str:
+    return file.rpartition("/")[2]
 
 
 def spares(made: Plan) -> bool:
@@ -74,7 +78,7 @@ def every_plan(config: Config, gpus: int) -> Iterator[Plan]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_on_two_gpus_it_finds_the_best_of_all_plans(ahead: int) -> None:
+def test_search_on_two_gpus_equals_brute_force(ahead: int) -> None:
     config = load_config(str(ROOT / "configs" / "qwen3_0.6b_math.yaml"), [f"rollout.ahead={ahead}"])
     plans = [made for made in every_plan(config, 2) if spares(made)]
     own = [made for made in plans if made.config.rollout.ahead == ahead]
@@ -119,7 +123,7 @@ CASES = [(EIGHT, 8), (ONE_NODE, 4), (MIXTURE, 16)]
 
 
 @pytest.mark.parametrize(("file", "gpus"), CASES, ids=["8B, rollouts ahead", "8B, shared GPUs", "30B-A3B"])
-def test_it_finds_the_best_of_all_layouts_and_splits(file: str, gpus: int) -> None:
+def test_search_equals_brute_force_over_layouts(file: str, gpus: int) -> None:
     config = load_config(file, [])
     shape = PUBLISHED[config.model.path.rpartition("/")[2].lower()]
     solved: dict[int, Setup | None] = {}
@@ -149,7 +153,7 @@ def test_it_finds_the_best_of_all_layouts_and_splits(file: str, gpus: int) -> No
 # What it proposes
 
 
-@pytest.mark.parametrize("file", [EIGHT, MIXTURE])
+@pytest.mark.parametrize("file", [EIGHT, MIXTURE], ids=name_of)
 def test_proposals_fit_with_room_to_spare(file: str) -> None:
     config = of(file=file)
     for gpus in (8, 16, 64):
@@ -166,7 +170,7 @@ def test_proposals_fit_with_room_to_spare(file: str) -> None:
         assert bool(found.closest) != bool(found.fastest or found.on_policy)
 
 
-def test_servers_on_the_trainer_s_gpus_are_told_their_memory() -> None:
+def test_colocated_servers_get_a_memory_flag() -> None:
     config = load_config(ONE_NODE, ["rollout.launch.flags=[]"])
     found = search(config, Assumptions(), 8).fastest
     made = pasted(config, found)
@@ -177,14 +181,14 @@ def test_servers_on_the_trainer_s_gpus_are_told_their_memory() -> None:
     assert float(flag.partition("=")[2]) == pytest.approx((held["weights"] + held["cache"]) / free, abs=0.01)
 
 
-def test_a_layout_that_the_ranks_do_not_allow_is_no_hindrance() -> None:
+def test_search_starts_from_an_impossible_layout() -> None:
     config = of("cluster.nodes=8", "cluster.server_nodes=8", "layout.ep=128", file=EXPERTS)
     with pytest.raises(UserError, match="layout"):
         setup(config)
     assert pasted(config, search(config, Assumptions(), 128).fastest).fits
 
 
-def test_servers_that_run_already_and_the_own_engine_stay() -> None:
+def test_search_keeps_running_servers_and_the_local_engine() -> None:
     given = of("rollout.servers=[http://a:1,http://b:1]", "rollout.launch.tp=8")
     own = of("rollout.engine=local", "rollout.servers=[]", "cluster.server_nodes=0", "model.path=qwen3-0.6b")
     for config in (given, own):
@@ -192,8 +196,8 @@ def test_servers_that_run_already_and_the_own_engine_stay() -> None:
         assert found and not [key for key in found.change if key.startswith("rollout.")]
 
 
-@pytest.mark.parametrize("file", [LARGE, EXPERTS])
-def test_layouts_and_cuts_divide_ranks_and_policy(file: str) -> None:
+@pytest.mark.parametrize("file", [LARGE, EXPERTS], ids=name_of)
+def test_searched_layouts_divide_ranks_and_policy(file: str) -> None:
     run = setup(of(file=file))
     found = [cut for layout in layouts(run) for cut in cuts(at(run, layout))]
     for layout in found:
@@ -202,7 +206,7 @@ def test_layouts_and_cuts_divide_ranks_and_policy(file: str) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_stages_are_cut_with_fewer_layers_at_the_end_that_has_the_head() -> None:
+def test_stage_with_the_head_has_fewer_layers() -> None:
     assert list(stages(36, 1)) == [(None, None)]
     assert list(stages(36, 2)) == [(None, None), (19, 17), (20, 16)]
     assert (16, 14) in list(stages(64, 4)) and (15, 15) in list(stages(64, 4))
@@ -214,7 +218,7 @@ def test_stages_are_cut_with_fewer_layers_at_the_end_that_has_the_head() -> None
 # The command
 
 
-def test_the_command_prints_settings_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_command_prints_settings_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", EIGHT, "--search"]) == 0
     _, fastest, cheapest, on_policy = capsys.readouterr().out.strip().split("\n\n")
     for kind, text in (("fastest", fastest), ("cheapest", cheapest), ("on-policy", on_policy)):
@@ -226,7 +230,7 @@ def test_the_command_prints_settings_to_paste(capsys: pytest.CaptureFixture[str]
     assert found["gpus"] == 16 and 0.0 < found["fastest"]["seconds"] < made.pruned.seconds
 
 
-def test_what_cannot_fit_is_said_with_the_nearest_miss(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_command_shows_the_nearest_miss(capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(LARGE, [])
     assert main(["plan", LARGE, "--search", "--gpus", "8"]) == 1
     miss = search(config, Assumptions(), 8).closest

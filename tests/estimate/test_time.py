@@ -1,4 +1,4 @@
-"""What pruning is worth is told beside an unpruned step of fewer prompts that is as noisy."""
+"""Planned seconds: pipelines, and what pruning is worth beside a smaller batch of equal noise."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import re
 
 import pytest
 
+from megatron_dppo.config import LayoutConfig
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import shape_of
+from megatron_dppo.estimate.memory import chunks_in_flight, shape_of
 from megatron_dppo.estimate.plan import as_json, make_plan
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.search import search
 from megatron_dppo.estimate.time import VARIANCES, measured_variance
+from megatron_dppo.estimate.workload import packs_of
 from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
-from tests.estimate.test_plan import of, plan
+from tests.estimate.planned import of, plan, setup, trainer_parts
 
 ARMS = {
     (1.0, 0.5): "completions 0.5 alone",
@@ -33,7 +35,7 @@ ARMS = {
 }
 
 
-def test_variances_are_those_that_were_measured() -> None:
+def test_variances_equal_the_measured_ones() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "efficiency.json").read_text(encoding="utf-8"))
     stages = [stage for found in stored.values() for stage in found["figures"]["stages"]]
     measured = {keep: [stage["arms"][arm]["variance"] for stage in stages] for keep, arm in ARMS.items()}
@@ -41,7 +43,7 @@ def test_variances_are_those_that_were_measured() -> None:
     assert expected | {(1.0, 1.0): (1.0, 1.0)} == VARIANCES
 
 
-def test_the_smaller_batch_is_as_noisy_and_its_seconds_are_those_of_its_own_plan() -> None:
+def test_efficiency_compares_with_a_batch_of_equal_noise() -> None:
     made = plan("rollout.prompts_per_step=64", variance=2.0)
     off = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
     smaller = plan("rollout.prompts_per_step=32", *off)
@@ -51,7 +53,7 @@ def test_the_smaller_batch_is_as_noisy_and_its_seconds_are_those_of_its_own_plan
     assert unpruned.variance == (1.0, 1.0) and unpruned.efficiency == (1.0, 1.0)
 
 
-def test_a_plan_of_another_shape_has_its_own_seconds() -> None:
+def test_efficiency_of_another_shape() -> None:
     config, smaller = of("rollout.prompts_per_step=64"), shape_of("Qwen/Qwen3-0.6B")
     off = of("rollout.prompts_per_step=32", "pruning.prompts.rule=none", "pruning.completions.rule=none")
     made, half = (make_plan(each, Assumptions(variance=2.0), smaller) for each in (config, off))
@@ -59,7 +61,7 @@ def test_a_plan_of_another_shape_has_its_own_seconds() -> None:
     assert made.efficiency[0] == pytest.approx(half.pruned.seconds / made.pruned.seconds)
 
 
-def test_a_plan_says_it_in_words_and_as_json() -> None:
+def test_efficiency_is_in_text_and_json() -> None:
     made = plan()
     assert made.variance == VARIANCES[0.85, "auto"] and made.efficiency is not None
     least, most = made.efficiency
@@ -67,7 +69,7 @@ def test_a_plan_says_it_in_words_and_as_json() -> None:
     assert as_json(made)["efficiency"] == [least, most]
 
 
-def test_what_was_not_measured_has_no_figure() -> None:
+def test_unmeasured_rules_have_no_efficiency() -> None:
     assert measured_variance(of("pruning.prompts.rule=none")) == VARIANCES[1.0, "auto"]
     for words in ("pruning.prompts.rule=greso", "pruning.completions.schedule.shape=linear"):
         assert measured_variance(of(words)) is None
@@ -77,7 +79,7 @@ def test_what_was_not_measured_has_no_figure() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_32b_dppo", "qwen3_5_4b_math", "qwen3_5_27b_dppo"])
-def test_the_page_tells_what_pruning_is_worth_with_the_best_split_on_either_side(name: str) -> None:
+def test_page_shows_efficiency_at_the_best_split(name: str) -> None:
     file, assume = str(ROOT / "configs" / f"{name}.yaml"), Assumptions()
     off = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
 
@@ -96,7 +98,7 @@ def test_the_page_tells_what_pruning_is_worth_with_the_best_split_on_either_side
 
 
 @pytest.mark.parametrize("name", ["qwen3_4b_math", "qwen3_32b_dppo", "qwen3_30b_a3b_dppo"])
-def test_the_page_shows_what_a_plan_prints(name: str) -> None:
+def test_page_shows_the_planned_efficiency(name: str) -> None:
 
     line = next(line for line in text_of("docs/scaling.md").splitlines() if line.startswith(f"| `{name}.yaml`"))
     for cell, (prompts, completions) in zip(
@@ -105,3 +107,42 @@ def test_the_page_shows_what_a_plan_prints(name: str) -> None:
         words = [f"pruning.prompts.keep={prompts}", f"pruning.completions.keep={completions}", "pruning.max_weight=10"]
         found = make_plan(load_config(str(ROOT / "configs" / f"{name}.yaml"), words), Assumptions()).efficiency
         assert found is not None and re.findall(r"[\d.]+", cell) == [f"{each:.2f}" for each in found]
+
+
+def test_virtual_stages_divide_the_bubble() -> None:
+    base = ("layout.pp=4", "layout.tp=4", "model.recompute=none")
+    made = plan(*base, "layout.vpp=4")
+    plain, interleaved = plan(*base).pruned, made.pruned
+    assert interleaved.packs == plain.packs
+    assert interleaved.phases["pipeline bubble"] == pytest.approx(plain.phases["pipeline bubble"] / 4, rel=0.02), (
+        "but for messages of more stages"
+    )
+    first, first_interleaved = (trainer_parts(of(*base, f"layout.vpp={v}"))["activations"] for v in (1, 4))
+    # Four packs in 16 layers against as many in 4 layers as are in flight.
+    in_flight = chunks_in_flight(0, LayoutConfig(pp=4, vpp=4), made.unpruned.packs)
+    assert first_interleaved == pytest.approx(first * in_flight * 4 / (4 * 16), rel=5e-3)
+
+
+def test_interleaved_pipeline_has_a_pack_per_stage() -> None:
+    few = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "layout.pp=4", "layout.tp=8")
+    assert packs_of(setup(of(*few))) < 4
+    assert packs_of(setup(of(*few, "layout.vpp=2"))) == 4
+
+
+def test_slowest_stage_sets_the_pace() -> None:
+    uneven = ("layout.pp=4", "layout.tp=4", "pack.min_per_rank=64")
+    even = plan(*uneven).pruned.phases["training"]
+    longer_first, shorter_last = (
+        plan(*uneven, *words).pruned.phases["training"]
+        for words in (
+            ("layout.first_stage_layers=22", "layout.last_stage_layers=14"),
+            ("layout.first_stage_layers=17", "layout.last_stage_layers=13"),
+        )
+    )
+    # 22 layers instead of 16 and the head; 17 in three stages, and 13 with the head in the last one.
+    assert shorter_last < even < longer_first
+    assert longer_first / shorter_last == pytest.approx(22 / 17, rel=0.01)
+    parts = trainer_parts(
+        of("layout.pp=4", "layout.tp=4", "layout.first_stage_layers=22", "layout.last_stage_layers=14")
+    )
+    assert parts["weights"] > 1.2 * trainer_parts(of("layout.pp=4", "layout.tp=4"))["weights"]

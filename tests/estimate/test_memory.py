@@ -10,11 +10,18 @@ import torch
 
 from megatron_dppo.config import Config, LayoutConfig, LoraConfig, LossConfig, replace
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import Saved, activation_bytes, held_bytes
+from megatron_dppo.estimate.memory import (
+    Saved,
+    activation_bytes,
+    chunks_in_flight,
+    held_bytes,
+    parameters_of,
+    rank_elements,
+)
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
-from megatron_dppo.models.shape import read_shape
+from megatron_dppo.models.shape import PUBLISHED, read_shape
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import build, config_for, held_by, plan_for, step_of_groups
@@ -124,9 +131,7 @@ def configured(policy: Path, layout: LayoutConfig, **model: Any) -> Config:
     ("name", "dtype"),
     [("tp2", "fp32"), ("dp2", "bf16"), ("pp2", "bf16")],
 )
-def test_weights_gradients_and_optimizer_are_what_ranks_hold(
-    ranks: RankPool, policy: Path, name: str, dtype: str
-) -> None:
+def test_planned_state_equals_real_ranks(ranks: RankPool, policy: Path, name: str, dtype: str) -> None:
     layout = LAYOUTS[name]
     size = layout.tp * layout.pp * (layout.dp or 1)
     config = configured(policy, layout, dtype=dtype)
@@ -138,7 +143,7 @@ def test_weights_gradients_and_optimizer_are_what_ranks_hold(
 
 
 @pytest.mark.parametrize("name", ["pp2 ep2"])
-def test_of_adapters_alone_there_are_gradients_and_an_optimizer(ranks: RankPool, mixture: Path, name: str) -> None:
+def test_planned_adapter_state_equals_real_ranks(ranks: RankPool, mixture: Path, name: str) -> None:
     config = configured(mixture, MIXTURES[name], dtype="bf16", lora=LoraConfig(rank=16))
     for found in ranks.run(4, held, config):
         wanted = expected(config, 4, found["tokens"], found["stage"])
@@ -149,7 +154,7 @@ def test_of_adapters_alone_there_are_gradients_and_an_optimizer(ranks: RankPool,
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_and_virtual_stages_too(ranks: RankPool, mixture: Path, name: str) -> None:
+def test_planned_state_of_experts_equals_real_ranks(ranks: RankPool, mixture: Path, name: str) -> None:
     layout = MIXTURES[name]
     size = layout.tp * layout.pp * layout.cp * (layout.dp or 1)
     config = configured(mixture, layout, dtype="bf16")
@@ -164,7 +169,7 @@ def test_experts_and_virtual_stages_too(ranks: RankPool, mixture: Path, name: st
     ("name", "recompute"),
     [("ep2", "none"), ("tp2 etp1", "full"), ("tp2 ep2 etp2", "selective")],
 )
-def test_activations_of_expert_parallel_ranks_are_within_a_tenth_on_average(
+def test_activations_of_expert_ranks_are_within_a_tenth(
     ranks: RankPool, mixture: Path, name: str, recompute: str
 ) -> None:
     """A fresh router is uneven by chance; together the ranks have every token once for each of its experts."""
@@ -179,16 +184,14 @@ def test_activations_of_expert_parallel_ranks_are_within_a_tenth_on_average(
     ("name", "recompute"),
     [("one rank", "none"), ("one rank", "full"), ("tp2 sp", "selective")],
 )
-def test_activations_are_within_a_tenth_of_what_a_pack_leaves(
-    ranks: RankPool, policy: Path, name: str, recompute: str
-) -> None:
+def test_activations_are_within_a_tenth(ranks: RankPool, policy: Path, name: str, recompute: str) -> None:
     layout = LAYOUTS[name]
     config = configured(policy, layout, recompute=recompute)
     for found in ranks.run(layout.tp, held, config):
         assert found["activations"] == pytest.approx(activations(config, found["tokens"]), rel=0.1)
 
 
-def test_a_token_of_a_shared_pack_leaves_one_tensor_less(ranks: RankPool, policy: Path) -> None:
+def test_shared_prefix_saves_one_tensor_per_token(ranks: RankPool, policy: Path) -> None:
     """Of the size of its queries: the attention of such packs is an autograd function of its own. The model leaves that
     out."""
     config = configured(policy, LAYOUTS["one rank"])
@@ -202,7 +205,7 @@ def test_a_token_of_a_shared_pack_leaves_one_tensor_less(ranks: RankPool, policy
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_activations_of_experts_are_too(ranks: RankPool, mixture: Path, recompute: str) -> None:
+def test_activations_of_experts_are_within_a_tenth(ranks: RankPool, mixture: Path, recompute: str) -> None:
     config = configured(mixture, LayoutConfig(dp=1), recompute=recompute)
     (found,) = ranks.run(1, held, config)
     assert found["weights"] == expected(config, 1, found["tokens"], 0)["weights"]
@@ -212,3 +215,57 @@ def test_activations_of_experts_are_too(ranks: RankPool, mixture: Path, recomput
 def activations(config: Config, tokens: int) -> float:
     """Planned bytes at the end of a forward pass on the first stage."""
     return expected(config, config.layout.tp, tokens, 0)["activations"]
+
+
+SHAPE = PUBLISHED["qwen3-30b-a3b"]
+EXPERT = 3 * 2048 * 768
+"""Weights of one expert of one layer."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts"),
+    [
+        (LayoutConfig(), 128),
+        (LayoutConfig(tp=4), 32),
+        (LayoutConfig(ep=8), 16),
+        (LayoutConfig(tp=4, ep=8, etp=1), 16),
+        (LayoutConfig(tp=4, ep=8), 4),
+        (LayoutConfig(tp=2, ep=4, etp=2), 16),
+    ],
+)
+def test_rank_holds_its_part_of_the_experts(layout: LayoutConfig, experts: int) -> None:
+    found = rank_elements(SHAPE, 0, layout)
+    assert found.experts == 48 * experts * EXPERT
+    others = parameters_of(SHAPE).total - 48 * 128 * EXPERT
+    assert found.dense == pytest.approx(others / layout.tp, rel=0.03), "norms and routers are whole on every rank"
+
+
+def test_stages_hold_the_experts_of_their_layers() -> None:
+    layout = LayoutConfig(tp=2, cp=2, pp=8, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11)
+    shape = PUBLISHED["qwen3-235b-a22b"]
+    held = [rank_elements(shape, stage, layout) for stage in range(8)]
+    assert [part.experts // (8 * 3 * 4096 * 1536) for part in held] == [11, 12, 12, 12, 12, 12, 12, 11]
+    others = parameters_of(shape).total - 94 * 128 * 3 * 4096 * 1536
+    assert sum(part.dense for part in held) == pytest.approx(others / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "packs", "measured"),
+    [
+        (2, 1, 6, [2, 1]),
+        (2, 2, 6, [5, 3]),
+        (2, 4, 6, [9, 7]),
+        (2, 2, 5, [6, 4]),
+        (4, 1, 8, [4, 3, 2, 1]),
+        (4, 2, 8, [11, 9, 7, 5]),
+        (4, 2, 9, [12, 10, 8, 6]),
+        (4, 2, 4, [8, 8, 7, 5]),
+        (4, 1, 2, [2, 2, 2, 1]),
+    ],
+)
+def test_passes_in_flight_equal_megatron_s_schedules(
+    stages: int, virtual: int, packs: int, measured: list[int]
+) -> None:
+    """The first seven were counted on real ranks: forward passes of a virtual stage without their backward pass."""
+    layout = LayoutConfig(pp=stages, vpp=virtual)
+    assert [chunks_in_flight(stage, layout, packs) for stage in range(stages)] == measured
