@@ -6,7 +6,7 @@ import importlib
 import json
 import multiprocessing
 from pathlib import Path
-from typing import Any, Protocol, get_args, get_type_hints
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -112,12 +112,6 @@ def test_what_a_run_can_set_is_measured_and_a_table_says_where_time_goes(
     else:
         assert "without CUDA the host waits for no device" in "".join(said)
         assert row["host_waits"] is None
-
-
-def test_what_recomputation_there_is_comes_from_the_setting(measure: Measure) -> None:
-    said = measure("--tiny", "--recompute", "of-everything", code=2)
-    for choice in get_args(get_type_hints(ModelConfig)["recompute"]):
-        assert choice in " ".join(said).rpartition("choose from")[2]
 
 
 @pytest.mark.gpu

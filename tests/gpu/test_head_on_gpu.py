@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +19,13 @@ from tests.commands import Command
 MIB = 1 << 20
 VOCABULARY, HIDDEN, TEMPERATURE = 151936, 1024, 0.7
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "policy_head.py"
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs CUDA."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")(test))
+
+
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -46,16 +52,8 @@ def case(positions: int) -> Case:
 
 
 def score(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_mib: int) -> HeadOutput:
-    return score_responses(
-        hidden,
-        weight,
-        targets,
-        vocab_size=VOCABULARY,
-        temperature=TEMPERATURE,
-        tp_group=None,
-        chunk_mib=chunk_mib,
-        score_norm=True,
-    )
+    settings = {"vocab_size": VOCABULARY, "temperature": TEMPERATURE, "tp_group": None, "score_norm": True}
+    return score_responses(hidden, weight, targets, chunk_mib=chunk_mib, **settings)
 
 
 def learnable(data: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +67,6 @@ def distance(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((ours.double() - reference).norm() / reference.norm())
 
 
-@pytest.mark.gpu
 @on_a_gpu
 def test_scores_and_gradients_equal_those_in_fp64(passes: str) -> None:
     data = case(400)
@@ -94,7 +91,6 @@ def test_scores_and_gradients_equal_those_in_fp64(passes: str) -> None:
     assert not weight.main_grad[VOCABULARY:].any()
 
 
-@pytest.mark.gpu
 @on_a_gpu
 def test_chunks_change_nothing(passes: str) -> None:
     hidden, weight, targets, _ = case(400)
@@ -104,7 +100,6 @@ def test_chunks_change_nothing(passes: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=5e-6)
 
 
-@pytest.mark.gpu
 @on_a_gpu
 def test_the_host_never_waits_for_the_gpu(passes: str) -> None:
     data = case(400)
@@ -123,7 +118,6 @@ def test_the_host_never_waits_for_the_gpu(passes: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.gpu
 @on_a_gpu
 @pytest.mark.parametrize("chunk_mib", [64, HEAD_CHUNK_MIB["cuda"]])
 def test_the_head_never_holds_the_logits(passes: str, chunk_mib: int) -> None:
@@ -138,7 +132,6 @@ def test_the_head_never_holds_the_logits(passes: str, chunk_mib: int) -> None:
     assert torch.cuda.max_memory_allocated() - before < allowed < 4 * 8192 * VOCABULARY
 
 
-@pytest.mark.gpu
 @on_a_gpu
 def test_kernels_are_faster_than_operators(tmp_path: Path) -> None:
     report = benchmark(tmp_path / "log", "--cuda", "--tokens", "4096", "--hidden", "1024")

@@ -23,7 +23,6 @@ from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import PolicyLoss
 from tests.laws.test_split_invariance import reverse_order
 from tests.models.test_optimizer import state_of
-from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
@@ -36,11 +35,6 @@ pytestmark = [
 ]
 TEMPERATURE = 0.8
 """Of ``config_for``."""
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_policy(tmp_path_factory.mktemp("policy"), heads=4, kv_heads=2)
 
 
 def configure(path: Path, spec: str, **optimizer: Any) -> Config:
@@ -62,19 +56,12 @@ def rows_of_a_step() -> list[TrainingSample]:
     """Every completion of the made-up step, with advantages of both signs."""
     rng = np.random.default_rng(1)
     _, groups = step_of_groups(1)
-    return [
-        TrainingSample(
-            group.prompt.token_ids,
-            c.token_ids,
-            c.logprobs,
-            c.loss_mask,
-            float(rng.normal()),
-            1.0 / len(c.token_ids),
-            version=0,
-        )
-        for group in groups
-        for c in group.completions
-    ]
+    rows = []
+    for group in groups:
+        for each in group.completions:
+            tokens = (group.prompt.token_ids, each.token_ids, each.logprobs, each.loss_mask)
+            rows.append(TrainingSample(*tokens, float(rng.normal()), 1.0 / len(each.token_ids), version=0))
+    return rows
 
 
 def scored(rank: int, size: int, config: Config) -> list[np.ndarray]:
@@ -98,11 +85,11 @@ def by_transformers(path: Path, dtype: torch.dtype) -> np.ndarray:
     return np.concatenate(found)
 
 
-def test_te_is_as_close_to_fp32_as_transformers_and_torch_are_in_bf16(ranks: RankPool, path: Path) -> None:
-    exact = by_transformers(path, torch.float32)
-    error = {"transformers": np.abs(by_transformers(path, torch.bfloat16) - exact).mean()}
+def test_te_is_as_close_to_fp32_as_transformers_and_torch_are_in_bf16(ranks: RankPool, policy: Path) -> None:
+    exact = by_transformers(policy, torch.float32)
+    error = {"transformers": np.abs(by_transformers(policy, torch.bfloat16) - exact).mean()}
     for spec in ("torch", "te"):
-        [ours] = ranks.run(1, scored, configure(path, spec))
+        [ours] = ranks.run(1, scored, configure(policy, spec))
         error[spec] = np.abs(np.concatenate(ours) - exact).mean()
     assert 0 < error["te"] < 2 * max(error["torch"], error["transformers"]), error
 
@@ -117,8 +104,8 @@ def learned(rank: int, size: int, config: Config, backwards: bool) -> tuple[dict
     return metrics, {name: tensor.float().cpu() for name, tensor in weights_of(policy, world).items()}
 
 
-def test_an_update_does_not_depend_on_the_order_or_the_size_of_packs(ranks: RankPool, path: Path) -> None:
-    config = configure(path, "te")
+def test_an_update_does_not_depend_on_the_order_or_the_size_of_packs(ranks: RankPool, policy: Path) -> None:
+    config = configure(policy, "te")
     large = replace(config, pack=replace(config.pack, max_tokens=400))
     [(expected, _)] = ranks.run(1, learned, config, False)
     for other, backwards in ((config, True), (large, False)):
@@ -137,13 +124,13 @@ def moments_are_zero(rank: int, size: int, config: Config) -> bool:
     return all(not tensor.any() for state in states for tensor in state.values())
 
 
-def test_adam_starts_from_zeros_in_memory_that_was_used_before(ranks: RankPool, path: Path) -> None:
-    assert ranks.run(1, moments_are_zero, configure(path, "te")) == [True]
+def test_adam_starts_from_zeros_in_memory_that_was_used_before(ranks: RankPool, policy: Path) -> None:
+    assert ranks.run(1, moments_are_zero, configure(policy, "te")) == [True]
 
 
-def test_state_on_the_host_and_overlap_change_no_bit(ranks: RankPool, path: Path) -> None:
-    [(expected, weights)] = ranks.run(1, learned, configure(path, "te"), False)
-    [(metrics, ours)] = ranks.run(1, learned, configure(path, "te", offload=True, overlap=True), False)
+def test_state_on_the_host_and_overlap_change_no_bit(ranks: RankPool, policy: Path) -> None:
+    [(expected, weights)] = ranks.run(1, learned, configure(policy, "te"), False)
+    [(metrics, ours)] = ranks.run(1, learned, configure(policy, "te", offload=True, overlap=True), False)
     assert metrics == expected
     assert all(torch.equal(ours[name], weights[name]) for name in weights)
 
@@ -161,8 +148,8 @@ def room_for_state(rank: int, size: int, config: Config) -> tuple[int, list[int]
     return sum(tensor.nbytes for tensor in state), allocated, all(tensor.is_pinned() for tensor in state)
 
 
-def test_state_on_the_host_leaves_its_memory_on_the_device_to_others(ranks: RankPool, path: Path) -> None:
-    [(needed, (without, within, after), pinned)] = ranks.run(1, room_for_state, configure(path, "te", offload=True))
+def test_state_on_the_host_leaves_its_memory_on_the_device_to_others(ranks: RankPool, policy: Path) -> None:
+    [(needed, (without, within, after), pinned)] = ranks.run(1, room_for_state, configure(policy, "te", offload=True))
     assert pinned
     assert within - without >= needed > 0
     assert after == without
@@ -186,10 +173,10 @@ def resumed_from_the_background(rank: int, size: int, config: Config, resume: bo
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_forked_writer_holds_the_state_of_its_step(
-    ranks: RankPool, path: Path, tmp_path: Path, offload: bool
+    ranks: RankPool, policy: Path, tmp_path: Path, offload: bool
 ) -> None:
     """As it lies on the device or in pinned memory, of which the update after it changes every byte."""
-    config = configure(path, "te", offload=offload, checkpoint_format="dp_reshardable")
+    config = configure(policy, "te", offload=offload, checkpoint_format="dp_reshardable")
     config = replace(config, run=replace(config.run, dir=str(tmp_path), checkpoint_in_background=True))
     [expected] = ranks.run(1, resumed_from_the_background, config, False)
     [ours] = ranks.run(1, resumed_from_the_background, config, True)
@@ -217,8 +204,8 @@ def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch
     return whole, total, weighted
 
 
-def test_a_pruned_gradient_is_the_weighted_sum_of_its_completions(ranks: RankPool, path: Path) -> None:
+def test_a_pruned_gradient_is_the_weighted_sum_of_its_completions(ranks: RankPool, policy: Path) -> None:
     """From which unbiasedness follows for every plan: the expectation of a weight is one."""
-    [(whole, total, weighted)] = ranks.run(1, gradients, configure(path, "te"))
+    [(whole, total, weighted)] = ranks.run(1, gradients, configure(policy, "te"))
     assert float((weighted - total).norm()) < 0.02 * float(total.norm())
     assert float((weighted - whole).norm()) > 0.2 * float(whole.norm()), "the comparison can fail"

@@ -24,13 +24,6 @@ LIMIT_S = 30.0
 
 
 @pytest.fixture
-def http() -> Iterator[Http]:
-    http = Http()
-    yield http
-    http.close()
-
-
-@pytest.fixture
 def server(http: Http) -> Iterator[Callable[..., Any]]:
     made: list[Process] = []
 

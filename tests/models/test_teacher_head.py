@@ -1,4 +1,4 @@
-"""The divergence from a teacher against the same numbers computed the naive way, in fp64 from whole logits."""
+"""The divergence from a teacher against whole logits in fp64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Case = tuple[torch.Tensor, ...]
 
 
 def case(positions: int, vocab: int, rows: int, *, dtype: torch.dtype = torch.float32) -> Case:
-    """Hidden states and weight of student and of teacher (rows past ``vocab`` are poison), and a loss's gradient."""
+    """Return hidden states and weight of student and of teacher (rows past ``vocab`` are poison), and a gradient."""
     generator = torch.Generator().manual_seed(positions + vocab)
     both = []
     for width in (HIDDEN, WIDTH):
@@ -31,7 +31,7 @@ def case(positions: int, vocab: int, rows: int, *, dtype: torch.dtype = torch.fl
 
 
 def ours(data: Case, vocab: int, direction: Direction, *, chunk_mib: int = 64, group: Any = None) -> Case:
-    """The divergence, and the gradients of the student's hidden states and weight."""
+    """Return the divergence, and the gradients of the student's hidden states and weight."""
     hidden, weight = (tensor.clone().requires_grad_() for tensor in data[:2])
     teacher = TeacherHead(*data[2:4], direction)
     divergence = divergence_from(
@@ -57,19 +57,11 @@ def assert_equal(left: Case, right: Case, tolerance: float = 2e-5) -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_divergence_and_gradients_equal_the_naive_ones(direction: Direction) -> None:
+def test_divergence_and_gradients_equal_whole_logits(direction: Direction) -> None:
     data = case(positions=37, vocab=451, rows=512)
     assert_equal(ours(data, 451, direction), naive(data, 451, direction))
     many = case(positions=50, vocab=20_000, rows=20_096)
     assert_equal(ours(many, 20_000, direction, chunk_mib=1), ours(many, 20_000, direction, chunk_mib=256))
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_teacher_that_is_the_student_has_nothing_to_teach(direction: Direction) -> None:
-    hidden, weight, *_, grad = case(positions=37, vocab=451, rows=512)
-    divergence, *gradients = ours((hidden, weight, hidden, weight, grad), 451, direction)
-    assert float(divergence.abs().max()) < 1e-6
-    assert all(float(gradient.abs().max()) < 1e-5 for gradient in gradients)
 
 
 def test_weights_in_bf16_are_compared_in_fp32() -> None:
@@ -82,17 +74,18 @@ def test_weights_in_bf16_are_compared_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_no_tensor_is_larger_than_a_chunk_forward_or_backward(direction: Direction) -> None:
+def test_tensors_fit_a_chunk_and_no_value_is_read(direction: Direction) -> None:
+    """The meta device has no values to read."""
     data = case(positions=1000, vocab=4000, rows=4096)
     with LargestTensor() as largest:
         ours(data, 4000, direction, chunk_mib=1)
     assert largest.elements <= max(MIB // 4, data[1].numel())
     on_meta = ours(tuple(tensor.to("meta") for tensor in data), 4000, direction, chunk_mib=1)
-    assert on_meta[0].shape == (1000,), "no value is read on the host: there are none"
+    assert on_meta[0].shape == (1000,)
 
 
 def in_parts(rank: int, size: int, vocab: int, positions: int, direction: Direction) -> Case:
-    """This rank's divergence and weight gradient, and the sum over ranks of the gradient of the hidden states."""
+    """Return this rank's divergence, the sum over ranks of the hidden states' gradient, and the weight's gradient."""
     hidden, weight, teacher_hidden, teacher_weight, grad = case(positions, vocab, rows=128)
     part = hidden, weight.chunk(size)[rank], teacher_hidden, teacher_weight.chunk(size)[rank], grad
     divergence, hidden_grad, weight_grad = ours(part, vocab, direction, chunk_mib=1, group=dist.group.WORLD)
