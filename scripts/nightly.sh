@@ -36,7 +36,7 @@ run_part() { # PART
     kills-*) bash scripts/chaos.sh 10 ;;
     fuzz-*)
         source scripts/install.sh cpu,dev
-        FUZZ_SEED=$number FUZZ_CASES=2000 python -m pytest tests/test_fuzz.py
+        FUZZ_SEED=$((2000 * number)) FUZZ_CASES=2000 python -m pytest tests/test_fuzz.py
         ;;
     servers-*) bash scripts/test.sh --servers "tests/servers/$name.py" ;;
     slurm-*) bash scripts/test.sh --slurm "tests/slurm/$name.py" ;;
