@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.errors import UserError, error_text
+from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import pool
 from megatron_dppo.rollout.servers.client import ServerInfo
 from megatron_dppo.rollout.servers.http import Http
@@ -137,14 +137,11 @@ def test_a_silent_server_is_named_before_its_removal(http: Http, monkeypatch: py
 class Silent(BaseHTTPRequestHandler):
     """Answers SGLang's requests, but for those of ``silent`` and, after one of a completion, of ``then``.
 
-    The connection breaks at requests of ``cut``. The server has no weights and makes no token.
+    The server has no weights and makes no token.
     """
 
     def do_GET(self) -> None:
         server = self.server
-        if self.path in server.cut:
-            self.close_connection = True
-            return
         if self.path == "/generate":
             server.silent |= server.then
         if self.path in server.silent:
@@ -167,9 +164,9 @@ class Silent(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def silent_server(*silent: str, then: tuple[str, ...] = (), cut: tuple[str, ...] = ()) -> Iterator[str]:
+def silent_server(*silent: str, then: tuple[str, ...] = ()) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
-    server.silent, server.then, server.cut, server.version = set(silent), set(then), cut, "0"
+    server.silent, server.then, server.version = set(silent), set(then), "0"
     server.over, server.daemon_threads = threading.Event(), True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -214,10 +211,3 @@ def test_a_run_names_servers_that_became_silent(ranks: RankPool, policy: Path, t
         "rollout.timeout_s = 4: no rollout server is left, and none came back in time: "
         f"server {url} did not answer /health_generate within 0.5 s."
     )
-
-
-def test_no_flags_are_recommended_to_an_unknown_server(http: Http, tmp_path: Path) -> None:
-    with silent_server(cut=("/model_info",)) as url:
-        _, failed = refusal(http, tmp_path, f"rollout.servers=[{url}]")
-    assert "broke off at /model_info" in failed.problem
-    assert error_text(failed).endswith("Look into its log, or name another server")
