@@ -370,8 +370,8 @@ def test_a_server_is_in_several_groups_at_once(vllm: Served, new: Weights) -> No
     names = sorted(new)
     parts = [{name: new[name] for name in part} for part in (names[:9], names[9:])]
     vllm.run("pause", "abort")
-    senders = vllm.sender(), vllm.sender()
     vllm.run("begin_update")
+    senders = vllm.sender(), vllm.sender()
     for sender, part in zip(senders, parts, strict=True):
         sender.send(sender.stage(part), None)
         sender.arrive()
@@ -404,8 +404,8 @@ def test_an_incomplete_update_is_refused_and_a_good_one_follows(vllm: Served, ne
 
 def test_a_silent_sender_holds_no_server_for_ever(vllm: Served, old: Weights, new: Weights) -> None:
     hasty = VllmClient(vllm.api.url, vllm.http, secret=vllm.server.secret, timeout_s=5.0)
-    sender = vllm.sender()
     vllm.run("begin_update")
+    sender = vllm.sender()
     began = time.monotonic()
     with pytest.raises(ServerError, match="rank 0") as raised:
         vllm.http.run(hasty.update_from_distributed(Manifest.of(new), sender.name, None))
