@@ -398,7 +398,7 @@ def awaited(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.mark.parametrize(
     ("name", "workers", "concurrency", "at_once"),
-    [("compute_score", 1, 32, 16), ("compute_score", 4, 3, 3), ("compute_score", 1, 1, 1), ("trl", 1, 5, 5)],
+    [("compute_score", 1, 4, 4), ("compute_score", 4, 32, 4), ("compute_score", 1, 1, 1), ("trl", 1, 5, 5)],
 )
 def test_awaited_completions_are_open_together_and_scored_in_order(
     awaited: Callable[..., str], name: str, workers: int, concurrency: int, at_once: int
