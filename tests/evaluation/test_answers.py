@@ -36,7 +36,8 @@ def test_a_cut_file_keeps_its_whole_batches(tmp_path: Path) -> None:
             log.append(rows(batch))
             ends.append((tmp_path / ANSWERS).stat().st_size)
     whole = (tmp_path / ANSWERS).read_bytes()
-    for cut in range(0, len(whole) + 1, 3):
+    near_ends = {end + beside for end in ends for beside in (-1, 0, 1)}
+    for cut in sorted(near_ends | {*range(0, len(whole), 13)}):
         (tmp_path / ANSWERS).write_bytes(whole[:cut])
         with closing(opened(tmp_path)) as log:
             assert log.whole == [end <= cut for end in ends]

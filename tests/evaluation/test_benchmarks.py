@@ -94,15 +94,6 @@ def test_a_published_file_is_read_as_declared(name: str, tmp_path: Path) -> None
     assert all("\\boxed{}" in question.prompt and "{problem}" not in question.prompt for question in questions)
 
 
-def test_an_absent_file_is_named_with_its_place_and_source(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        find_file("amc23", tmp_path)
-    error = caught.value
-    assert (error.setting, error.value) == ("eval.benchmarks", "amc23")
-    assert str(tmp_path) in error.problem and "amc23/test" in error.problem
-    assert "Qwen2.5-Math" in error.remedy and "eval.folder" in error.remedy
-
-
 def test_a_file_with_another_number_of_problems_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "gsm8k")
     with pytest.raises(UserError, match="holds 2 problems, and gsm8k has 1319"):
@@ -131,22 +122,6 @@ def test_the_setting_s_folder_precedes_the_environment_s(monkeypatch: pytest.Mon
     assert folder_of(load_config(None, [])) == Path("/there")
     monkeypatch.delenv(FOLDER)
     assert folder_of(load_config(None, [])) == Path("data/eval")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "value", "words"),
-    [
-        (["eval.benchmarks=[math50]"], "math50", "Write math500, if that was meant"),
-        (["eval.benchmarks=[quizzes]"], "quizzes", "NAME=FILE"),
-        (["eval.benchmarks=[own=a.jsonl, own=b.jsonl]"], "own", "another name"),
-        (["eval.benchmarks=[accuracy=a.jsonl]"], "accuracy", "another name"),
-        (["eval.benchmarks=[own=a.jsonl]", "data.eval=own.jsonl"], "own", "another name"),
-    ],
-)
-def test_unknown_and_taken_names_are_refused(overrides: list[str], value: str, words: str) -> None:
-    with pytest.raises(UserError) as caught:
-        sources(load_config(None, overrides))
-    assert caught.value.value == value and words in caught.value.remedy
 
 
 def test_the_generator_s_problems_are_held_out_by_default(short: Path) -> None:

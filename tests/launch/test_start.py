@@ -107,6 +107,7 @@ def test_a_crash_or_early_end_shows_its_own_traceback(
     assert f"in {job}\n" in outcome.err and outcome.err.count("Traceback") <= 1
 
 
+@pytest.mark.quick
 def test_a_killed_rank_is_named(outcomes: dict[str, Outcome]) -> None:
     said = "error: rank 1 was ended by SIGKILL (was the machine out of memory?)\n"
     assert outcomes["killed_on_rank_one"] == Outcome(128 + signal.SIGKILL, "", said)
