@@ -15,13 +15,11 @@ from megatron_dppo.estimate.memory import (
     activation_bytes,
     chunks_in_flight,
     held_bytes,
-    parameters_of,
-    rank_elements,
 )
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
-from megatron_dppo.models.shape import PUBLISHED, read_shape
+from megatron_dppo.models.shape import read_shape
 from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import build, config_for, held_by, plan_for, step_of_groups
@@ -191,19 +189,6 @@ def test_activations_are_within_a_tenth(ranks: RankPool, policy: Path, name: str
         assert found["activations"] == pytest.approx(activations(config, found["tokens"]), rel=0.1)
 
 
-def test_shared_prefix_saves_one_tensor_per_token(ranks: RankPool, policy: Path) -> None:
-    """Of the size of its queries: the attention of such packs is an autograd function of its own. The model leaves that
-    out."""
-    config = configured(policy, LAYOUTS["one rank"])
-    shared = replace(config, pack=replace(config.pack, share_prefixes="on"))
-    (alone,), (together,) = ranks.run(1, held, config), ranks.run(1, held, shared)
-    assert together["tokens"] < alone["tokens"]
-    shape = read_shape(config.model.path)
-    queries = 4 * shape.heads * shape.head_dim * shape.num_layers
-    saved = alone["activations"] / alone["tokens"] - together["activations"] / together["tokens"]
-    assert saved == pytest.approx(queries, rel=0.1)
-
-
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_activations_of_experts_are_within_a_tenth(ranks: RankPool, mixture: Path, recompute: str) -> None:
     config = configured(mixture, LayoutConfig(dp=1), recompute=recompute)
@@ -215,38 +200,6 @@ def test_activations_of_experts_are_within_a_tenth(ranks: RankPool, mixture: Pat
 def activations(config: Config, tokens: int) -> float:
     """Planned bytes at the end of a forward pass on the first stage."""
     return expected(config, config.layout.tp, tokens, 0)["activations"]
-
-
-SHAPE = PUBLISHED["qwen3-30b-a3b"]
-EXPERT = 3 * 2048 * 768
-"""Weights of one expert of one layer."""
-
-
-@pytest.mark.parametrize(
-    ("layout", "experts"),
-    [
-        (LayoutConfig(), 128),
-        (LayoutConfig(tp=4), 32),
-        (LayoutConfig(ep=8), 16),
-        (LayoutConfig(tp=4, ep=8, etp=1), 16),
-        (LayoutConfig(tp=4, ep=8), 4),
-        (LayoutConfig(tp=2, ep=4, etp=2), 16),
-    ],
-)
-def test_rank_holds_its_part_of_the_experts(layout: LayoutConfig, experts: int) -> None:
-    found = rank_elements(SHAPE, 0, layout)
-    assert found.experts == 48 * experts * EXPERT
-    others = parameters_of(SHAPE).total - 48 * 128 * EXPERT
-    assert found.dense == pytest.approx(others / layout.tp, rel=0.03), "norms and routers are whole on every rank"
-
-
-def test_stages_hold_the_experts_of_their_layers() -> None:
-    layout = LayoutConfig(tp=2, cp=2, pp=8, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11)
-    shape = PUBLISHED["qwen3-235b-a22b"]
-    held = [rank_elements(shape, stage, layout) for stage in range(8)]
-    assert [part.experts // (8 * 3 * 4096 * 1536) for part in held] == [11, 12, 12, 12, 12, 12, 12, 11]
-    others = parameters_of(shape).total - 94 * 128 * 3 * 4096 * 1536
-    assert sum(part.dense for part in held) == pytest.approx(others / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(

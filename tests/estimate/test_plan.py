@@ -273,13 +273,6 @@ def test_planned_passes_equal_the_learner_s() -> None:
     assert phases("pruning.completions.score=head") - usual == {"score norms"}
 
 
-def test_bubble_shrinks_with_more_packs() -> None:
-    for stages in (2, 4, 8):
-        step = plan(f"layout.pp={stages}", "layout.tp=4").pruned
-        assert step.bubble == pytest.approx((stages - 1) / (step.packs + stages - 1))
-        assert step.packs >= 2 * stages
-
-
 def test_one_step_ahead_hides_the_shorter_phase() -> None:
     apart, ahead = plan("rollout.ahead=0").pruned, plan("rollout.ahead=1").pruned
     assert apart.seconds == pytest.approx(sum(apart.phases.values()))

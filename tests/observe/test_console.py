@@ -44,13 +44,6 @@ def test_warm_up_has_columns_of_its_own() -> None:
     assert "2.500" in row
 
 
-def test_numbers_are_aligned_with_their_titles() -> None:
-    titles, row = printed(made_up_rows(1)[1:], 1000)
-    assert titles.index("left") + len("left") == row.index("33:18") + len("33:18")
-    for title, value in (("tokens", "50%"), ("noise", "1.25x"), ("grad", "1.50")):
-        assert titles.index(title) + len(title) >= row.index(value) + len(value) > titles.index(title)
-
-
 def test_note_is_printed_once() -> None:
     file = io.StringIO()
     console = Console(3, file=file)

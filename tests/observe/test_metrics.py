@@ -15,10 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import (
     MetricsLog,
-    StepLog,
     print_summary,
     read_metrics,
-    read_rows,
     summarise,
     write_summary,
 )
@@ -54,19 +52,6 @@ def test_resumed_metrics_equal_uninterrupted_ones(tmp_path: Path) -> None:
     _run(tmp_path / "cut", range(4, 7), resume_step=3)
     whole, cut = (tmp_path / name / "metrics.jsonl" for name in ("whole", "cut"))
     assert cut.read_bytes() == whole.read_bytes()
-
-
-def test_resumed_tables_equal_uninterrupted_ones(tmp_path: Path) -> None:
-    tables = [[0.125, -1.0, 7, 3.5 + 0.1 * step, 4] for step in range(7)]
-    for name, runs in (("whole", [(0, range(1, 7))]), ("cut", [(0, range(1, 6)), (3, range(4, 7))])):
-        for resume_step, steps in runs:
-            log = StepLog(tmp_path / name / "tables.jsonl", resume_step)
-            for step in steps:
-                log.write(step, {"by_group": [tables[step]]})
-            log.close()
-    whole, cut = (tmp_path / name / "tables.jsonl" for name in ("whole", "cut"))
-    assert cut.read_bytes() == whole.read_bytes()
-    assert [row["by_group"] for row in read_rows(cut)] == [[table] for table in tables[1:]]
 
 
 def test_row_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
@@ -148,14 +133,6 @@ def test_summary_shows_savings_and_files(tmp_path: Path) -> None:
     assert "checkpoints" not in text  # there are none
 
 
-def test_summary_without_pruning_shows_no_saving() -> None:
-    off = {"prune/saved_tokens_prompts": 0.0, "prune/saved_tokens_completions": 0.0}
-    said = io.StringIO()
-    print_summary("nowhere", summarise([row | off for row in made_up_rows(4)]), Console(4, file=said))
-    assert "20% rolled out, with zero advantage" in said.getvalue()
-    assert "saved" not in said.getvalue() and "pruned:" not in said.getvalue()
-
-
 def test_summary_of_a_biased_rule_shows_no_variance() -> None:
     rows = made_up_rows(4)
     for row in rows[2:]:
@@ -169,12 +146,3 @@ def test_summary_of_a_biased_rule_shows_no_variance() -> None:
     assert "no variance is estimated" in said.getvalue()
     assert "sampling" not in said.getvalue()
     assert "12 groups were rolled out and discarded" in said.getvalue()
-
-
-def test_summary_of_a_bare_run() -> None:
-    summary = summarise([{"step": 1, "train/loss": 2.0, "perf/step_time": 1.0}])
-    assert summary["accuracy_before"] is None
-    assert summary["kept_prompt_fraction"] is None
-    said = io.StringIO()
-    print_summary("nowhere", summary, Console(1, file=said))
-    assert "1 step of 1.00 s" in said.getvalue()

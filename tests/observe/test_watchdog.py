@@ -61,23 +61,6 @@ def test_late_rank_is_named_once_with_its_place_in_the_code(ranks: RankPool) -> 
     assert "sort_the_attic" in said
 
 
-def hang(rank: int, size: int) -> str:
-    world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=30.0)
-    timers, said = PhaseTimers(), io.StringIO()
-    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S, LATE_S)), timers("actor_train"):
-        sort_the_attic(rank)
-        dist.all_reduce(torch.ones(1))
-    return said.getvalue()
-
-
-def test_ranks_at_other_places_of_a_phase_are_shown_apart(ranks: RankPool) -> None:
-    said = ranks.run(3, hang)[0]
-    assert said.count("late: rank") == 2
-    waiting, late = sorted(said.split("late: ")[1:])
-    assert waiting.startswith("rank 0 on ") and ", 2 on " in waiting and "all_reduce" in waiting
-    assert late.startswith("rank 1 on ") and "sort_the_attic" in late
-
-
 def stop(rank: int, size: int) -> str:
     """Rank 1 is stopped while all wait for rollouts, until the leader's log has named it."""
     world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=30.0)

@@ -90,38 +90,6 @@ def test_the_axis_is_switched_by_keyboard(browser: Any, address: str) -> None:
     assert page.evaluate(f"[...{last}].map(e => e.textContent)") != steps
 
 
-def contrast(page: Any, selector: str) -> float:
-    """WCAG's ratio of an element's words and the page."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    words = page.evaluate(f"getComputedStyle(document.querySelector({selector!r})).color")
-    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    light, dark = sorted((luminance(words), luminance(paper)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_stand_out_from_the_paper(browser: Any, address: str, scheme: str) -> None:
-    page, _ = opened(browser, address, scheme=scheme)
-    for selector in ("p.lead", "h2", ".end.run0", ".end.run1", ".answer b", ".plot > .y", "tbody th"):
-        assert contrast(page, selector) >= 4.5, selector
-
-
-def test_light_and_dark_differ_and_the_button_overrules_the_system(browser: Any, address: str) -> None:
-    paper = "getComputedStyle(document.body).backgroundColor"
-    light, dark = (opened(browser, address, scheme=scheme)[0] for scheme in ("light", "dark"))
-    white, black = light.evaluate(paper), dark.evaluate(paper)
-    assert white != black
-    dark.click("#theme")
-    assert (dark.inner_text("#theme span"), dark.evaluate(paper)) == ("light", white)
-    dark.click("#theme")
-    assert (dark.inner_text("#theme span"), dark.evaluate(paper)) == ("dark", black)
-
-
 def test_values_are_told_by_pointer_and_by_keyboard(browser: Any, address: str) -> None:
     page, _ = opened(browser, address)
     accuracy = page.locator(".plots[data-axis='1'] .plot").nth(1)
@@ -135,21 +103,3 @@ def test_values_are_told_by_pointer_and_by_keyboard(browser: Any, address: str) 
     page.keyboard.press("ArrowRight")  # shows where the pointer was; the next one moves on
     page.keyboard.press("ArrowRight")
     assert accuracy.locator(".tip").inner_text().split()[:4] == ["step", "2", "pruned", "26.7%"]
-
-
-def test_the_slider_chooses_the_evaluation(browser: Any, address: str) -> None:
-    page, _ = opened(browser, address)
-    shown = page.locator(".run-answers").first.locator(".answer:visible")
-    assert [shown.nth(i).get_attribute("data-step") for i in range(shown.count())] == ["0", "60"]
-    page.focus("#step")
-    page.keyboard.press("Home")
-    assert page.inner_text("output") == shown.nth(1).get_attribute("data-step") != "60"
-
-
-def test_the_page_reads_without_its_script(browser: Any, address: str) -> None:
-    page = browser.new_context(java_script_enabled=False).new_page()
-    page.goto(address)
-    page.check("input[name=axis][value='4']", force=True)
-    assert page.locator(".plots[data-axis='4']").is_visible()
-    assert not page.locator(".plots[data-axis='1']").is_visible()
-    assert page.locator(".answer").first.is_visible()

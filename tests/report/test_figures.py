@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -18,7 +17,7 @@ from megatron_dppo.observe.timers import duration
 from megatron_dppo.report.learning import learning, wilson
 from megatron_dppo.report.page import page
 from megatron_dppo.report.parts import Note, Plots
-from megatron_dppo.report.plot import Axis, around, say, smooth, spread, thin
+from megatron_dppo.report.plot import say, smooth, thin
 from megatron_dppo.report.run import RunRecord, read_runs
 from megatron_dppo.report.timing import Race, cost, race, spent
 from megatron_dppo.rl.intervals import student_t
@@ -213,14 +212,6 @@ def test_runs_with_different_training_are_raced(tmp_path: Path, key: str) -> Non
     assert against_another(tmp_path, **{key: 1}).target == 0.75
 
 
-def test_runs_on_different_files_share_a_held_out_race(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, 6) for name in ("a", "b")]
-    for run, told in zip(runs, ("", "eval: {benchmarks: []}"), strict=True):  # one does not tell all its settings
-        (run / "config.yaml").write_text(f"data: {{train: {run.name}.jsonl, eval: held_out.jsonl}}\n{told}")
-    outcome = race(read_runs(runs))
-    assert outcome is not None and outcome.target == 0.75
-
-
 def test_runs_without_evaluation_are_compared_by_step(tmp_path: Path) -> None:
     runs = [one_step(tmp_path / name, prompts=1.0, completions=1.0) for name in ("a", "b")]
     outcome = race(runs)
@@ -285,50 +276,6 @@ def test_smoothing_leaves_a_straight_line_and_a_single_point_as_they_are() -> No
     assert np.allclose(smooth(np.full(50, 2.0)), 2.0)
     line = np.arange(100.0)
     assert np.allclose(smooth(line)[5:-5], line[5:-5])
-
-
-@pytest.mark.parametrize(("count", "ends"), [(1, 1), (2, 2), (6, 2), (40, 3), (100, 6)])
-def test_ends_of_a_smoothed_line_match_the_headline(tmp_path: Path, count: int, ends: int) -> None:
-    rewards = np.random.default_rng(0).random(count)
-    smoothed = smooth(rewards)
-    assert (smoothed[0], smoothed[-1]) == pytest.approx((rewards[:ends].mean(), rewards[-ends:].mean()))
-    rows = [{"step": step, "rollout/raw_reward": reward} for step, reward in enumerate(rewards.tolist(), 1)]
-    (tmp_path / "run").mkdir()
-    write_lines(tmp_path / "run" / "metrics.jsonl", rows)
-    words = "means of the first and of the last " + ("step" if ends == 1 else f"{ends} steps")
-    assert f"{words}</span>" in page(read_runs([tmp_path / "run"]))
-
-
-@given(st.floats(-1e5, 1e5), st.floats(1e-3, 1e5), st.sampled_from(["number", "share", "count"]))
-def test_ticks_are_few_distinct_and_on_the_axis(low: float, width: float, form: str) -> None:
-    ticks = Axis(low, low + width, form).ticks(5)
-    assert len(ticks) <= 7
-    assert all(-1e-6 <= place <= 1 + 1e-6 for place, _ in ticks)
-    if form == "number" and width > 1e-3 * abs(low):
-        assert len(ticks) >= 2
-
-
-def test_ticks_read_as_people_write_numbers() -> None:
-    assert [word for _, word in Axis(0.0, 1.0, "share").ticks(4)] == ["0%", "25%", "50%", "75%", "100%"]
-    assert [word for _, word in Axis(1.0, 60.0, "count").ticks(5)] == ["20", "40", "60"]
-    assert [word for _, word in Axis(0.0, 9.0, "count").ticks(4)] == ["0", "5"], "no step is half done"
-    assert [word for _, word in Axis(0.0, 90.0, "count").ticks(4)] == ["0", "25", "50", "75"]
-    assert [word for _, word in Axis(1e-7, 1e-4, log=True).ticks(4)] == ["1e−7", "1e−6", "1e−5", "1e−4"]
-    assert [word for _, word in Axis(0.0, 3e6, "count").ticks(3)] == ["0", "1M", "2M", "3M"]
-
-
-@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8))
-def test_labels_keep_their_distance_within_the_plot(places: list[float]) -> None:
-    heights = spread(places, 0.1)
-    ordered = sorted(heights)
-    assert all(upper - lower >= 0.1 - 1e-9 for lower, upper in pairwise(ordered))
-    assert ordered[0] >= -1e-9 and ordered[-1] <= 1.0 + 1e-9
-
-
-def test_an_axis_has_room_where_all_values_are_equal() -> None:
-    for value in (0.0, 5.0, -2.0):
-        axis = around(np.full(3, value), form="number")
-        assert axis.low < value < axis.high
 
 
 def test_numbers_and_times_are_short() -> None:

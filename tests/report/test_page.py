@@ -18,10 +18,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import print_summary, read_metrics, summarise
 from megatron_dppo.report.page import page, report
-from megatron_dppo.report.parts import Plots
 from megatron_dppo.report.plot import line_plot
 from megatron_dppo.report.run import read_runs
-from megatron_dppo.report.tables import frontier
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.resume import record
 from tests.report.made_up import UNPRUNED, write_lines, write_run
@@ -63,22 +61,6 @@ def test_page_has_every_section_with_its_figures(tmp_path: Path) -> None:
     assert "seconds per step, by phase" in shown.text
     assert "not at its end" not in shown.text
     assert shown.values("data-axis") == ["1", "2", "3", "4"]
-
-
-def test_policies_with_and_without_a_refit_are_separate_lines(tmp_path: Path) -> None:
-    alike = {"method": "width", "score": "activation", "weights": 7.0}
-    rows = [{"name": "plain", **alike, "loss_after": 0.5}]  # as sweeps wrote it before there was a refit
-    rows.append({"name": "fitted", **alike, "loss_after": 0.25, "refit": True, "loss_without_refit": 0.5})
-    sweep = {"asked": {"model": "whole"}, "whole": {"weights": 10.0, "loss": 0.1}, "rows": rows}
-    (tmp_path / "sweep.json").write_text(json.dumps(sweep))
-    (section,) = frontier(read_runs([tmp_path]))
-    (plots,) = (part for part in section.parts if isinstance(part, Plots))
-    (losses,) = (plot for plot in plots.plots if plot.title == "Loss by size")
-    assert [key.name for key in losses.key] == ["width activation", "width activation refit"]
-    assert [(label.name, label.value) for label in losses.labels] == [
-        ("width activation", "0.5"),
-        ("width activation refit", "0.25"),
-    ]
 
 
 def test_comparison_lists_only_different_settings(tmp_path: Path) -> None:
@@ -186,14 +168,6 @@ def test_run_without_measurements_has_a_page(tmp_path: Path) -> None:
         assert said in alone.text
 
 
-def test_missing_numbers_are_not_shown(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 7, "perf/step_time": 2.0, "rollout/raw_reward": float("nan")}) + "\n")
-    text = page(read_runs([run]))
-    assert "nan" not in text.lower().replace("nanum", "")
-
-
 @pytest.mark.parametrize("value", [float("nan"), "x", 10**400])
 def test_value_without_a_number_is_left_out_alone(tmp_path: Path, value: object) -> None:
     run = write_run(tmp_path / "run")
@@ -253,12 +227,6 @@ def test_torn_settings_are_the_defaults(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "config.yaml").write_text("run:\n  dir: x\n  steps:")
     assert "not at its end: step 6 of 100" in write(run).text
-
-
-def test_run_named_like_a_formula_is_drawn(tmp_path: Path) -> None:
-    report([write_run(tmp_path / "p$x^{y$")], tmp_path / "page.html", png=tmp_path / "png")
-    names = sorted(file.name for file in (tmp_path / "png").iterdir())
-    assert names == ["p$x^{y$-progress.png", "p$x^{y$-pruning.png"]
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

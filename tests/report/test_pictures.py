@@ -8,15 +8,12 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from megatron_dppo.report.pictures import _draw_plot, draw_pictures
-from megatron_dppo.report.plot import Layer, stack_plot
+from megatron_dppo.report.pictures import draw_pictures
 from megatron_dppo.report.run import read_run
-from megatron_dppo.report.timing import NAMES
 from tests.commands import Command
 from tests.observe.made_up import made_up_census
-from tests.report.made_up import UNPRUNED, write_lines, write_run
+from tests.report.made_up import write_lines, write_run
 
 SOME = 0.0005
 
@@ -49,38 +46,12 @@ def test_a_run_that_measured_nothing_is_drawn_empty(tmp_path: Path) -> None:
     assert all((ink < SOME).all() for ink in drawn(run).values())
 
 
-def test_without_pruning_there_are_tokens_and_no_choice_to_show(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", 3, pruning=UNPRUNED)
-    write_lines(run / "pruning.jsonl", made_up_census(3, rule="none"))
-    (answers, causes), (noise, tokens) = drawn(run)["pruning"]
-    assert max(answers, causes, noise) < SOME < tokens
-
-
 def test_a_biased_rule_has_no_noise_to_show(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 3)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     write_lines(run / "metrics.jsonl", [{k: v for k, v in row.items() if "noise" not in k} for row in rows])
     (answers, causes), (noise, tokens) = drawn(run)["pruning"]
     assert noise < SOME < min(answers, causes, tokens)
-
-
-def test_a_key_of_many_parts_covers_neither_the_chart_nor_its_words() -> None:
-    layers = [Layer(name, f"phase-{name}", np.ones(3), "12%") for name in NAMES]
-    figure = Figure(figsize=(11, 7.6), dpi=160)
-    panel = figure.subplots(2, 2, gridspec_kw={"hspace": 0.7}).flat[0]
-    _draw_plot(panel, stack_plot("Seconds", "by phase", np.arange(3.0), layers, form="number"))
-    figure.canvas.draw()
-    legend = panel.get_legend()
-    assert legend is not None
-    key, (about,) = legend.get_window_extent(), [text for text in panel.texts if text.get_text() == "by phase"]
-    assert key.y0 >= panel.get_window_extent().y1 and key.y1 <= about.get_window_extent().y0 + 1
-
-
-def test_the_same_run_is_the_same_picture(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", 3), "run")
-    for prefix in ("once-", "again-"):
-        draw_pictures(run, tmp_path, prefix=prefix)
-    assert (tmp_path / "once-pruning.png").read_bytes() == (tmp_path / "again-pruning.png").read_bytes()
 
 
 def test_a_rank_that_draws_nothing_does_not_import_what_draws(tmp_path: Path) -> None:

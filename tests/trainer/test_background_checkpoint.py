@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 import pytest
@@ -16,7 +14,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.config import Config, LayoutConfig, replace
-from megatron_dppo.trainer import shard_writer
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -106,49 +103,3 @@ def test_a_writer_that_is_killed_is_told_of_and_its_checkpoint_never_counts(rank
 def test_a_writer_that_hangs_is_given_up_before_other_ranks_give_up_waiting(ranks: RankPool, tmp_path: Path) -> None:
     config = in_background(tmp_path, LayoutConfig(timeout_s=3.0))
     assert "not written within 2.7 s" in ranks.run(1, save_and_hang, config)[0]
-
-
-class Trace:
-    """Garbage as soon as it is made; leaves a file named after the process that collects it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._itself = folder, self
-
-    def __del__(self) -> None:
-        (self._folder / str(os.getpid())).touch()
-
-
-def save_beside_garbage(rank: int, size: int, config: Config, traces: Path) -> str:
-    """Save where garbage is collected at every occasion, and by name; this process's id."""
-    world, _, policy = build(config)
-    checkpoints = Checkpoints(config, world)
-    fork, write, me = os.fork, shard_writer._write, os.getpid()
-
-    def fork_beside_garbage() -> int:
-        if os.getpid() == me:
-            gc.collect(0)  # so that none is due before the fork
-            Trace(traces)
-        if (child := fork()) == 0:
-            gc.set_threshold(1, 1, 1)
-        return child
-
-    def collect_and_write(*arguments: Any, **settings: Any) -> object:
-        gc.collect()
-        return write(*arguments, **settings)
-
-    with (
-        mock.patch.object(os, "fork", fork_beside_garbage),
-        mock.patch.object(shard_writer, "_write", collect_and_write),
-    ):
-        checkpoints.save(policy.actor, 1, STATE)
-    checkpoints.finish()
-    assert gc.isenabled()
-    gc.collect()
-    return str(me)
-
-
-def test_only_the_trainer_frees_what_it_leaves_behind(ranks: RankPool, tmp_path: Path) -> None:
-    """In a fork the finalizer of a tensor, event or handle of CUDA would meet a context that is not there."""
-    (traces := tmp_path / "traces").mkdir()
-    [trainer] = ranks.run(1, save_beside_garbage, in_background(tmp_path, LayoutConfig(dp=1)), traces)
-    assert [trace.name for trace in traces.iterdir()] == [trainer]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer
 
 from megatron_dppo.bridge.checkpoint_folder import TRACKER, iteration_name, latest_step
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
@@ -187,19 +185,6 @@ def test_unfit_checkpoint_is_refused_on_every_rank(policies: dict[str, Path], ra
     assert len(ranks.run(2, train, config, 2, ())[0][1]) == 1
 
 
-def train_with_one_optimizer(rank: int, size: int, config: Config) -> None:
-    """Train like versions without an optimizer for experts."""
-    with mock.patch("megatron_dppo.models.policy._mark_experts"):
-        train(rank, size, config, 1, (1,))
-
-
-def test_experts_of_an_earlier_version_are_refused(policies: dict[str, Path], ranks: RankPool, tmp_path: Path) -> None:
-    config = configure(policies["experts"], tmp_path, ONE)
-    _, [refusal] = ranks.in_turn(1, (train_with_one_optimizer, config), (refuse, config))
-    assert refusal.setting == "run.dir"
-    assert "model.checkpoint=" in refusal.remedy
-
-
 def read_groups(rank: int, size: int, config: Config) -> list[dict[str, Any]]:
     world, _, policy = build(config)
     Checkpoints(config, world).load(policy.actor)
@@ -214,17 +199,6 @@ def test_optimizer_has_the_settings_of_the_resume(policies: dict[str, Path], ran
         decay = 0.2 * group["wd_mult"]
         assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.95), 0.1, decay)
         assert repr(group["step"]) == "1", "Transformer Engine's Adam takes no float"
-
-
-def test_configuration_and_tokenizer_lie_beside_checkpoints(
-    policies: dict[str, Path], ranks: RankPool, tmp_path: Path
-) -> None:
-    config = configure(policies["tied"], tmp_path, ONE, dtype="bf16")
-    ranks.run(1, train, config, 1, (1,))
-    beside = tmp_path / "checkpoints" / "hf"
-    assert AutoConfig.from_pretrained(beside).tie_word_embeddings
-    assert AutoTokenizer.from_pretrained(beside)("1+1")["input_ids"]
-    assert not list(beside.glob("*.safetensors"))
 
 
 def save_without_room(rank: int, size: int, config: Config) -> str:

@@ -139,18 +139,6 @@ def test_the_same_files_in_another_place_or_written_again_are_the_same(config: C
     check_resume(replace(config, eval=replace(config.eval, problems=0)))  # which then reads no held-out file
 
 
-def test_a_package_that_makes_problems_is_known_by_its_version(policy: Path) -> None:
-    pytest.importorskip("reasoning_gym")
-    found = fingerprints(load_config(None, [f"model.path={policy}", "data.train=reasoning_gym"]))
-    assert found.keys() >= {"data.train: reasoning_gym"}
-
-
-def test_a_file_that_cannot_be_read_is_an_error_for_the_user(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").unlink()
-    with pytest.raises(UserError, match=r"cannot be compared .*train\.jsonl"):
-        check_resume(config)
-
-
 def test_of_large_weights_a_bounded_part_is_read(tmp_path: Path) -> None:
     """Eight times what is read in all: the header, both ends and stretches between are compared, the rest is not."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2**21], "data_offsets": [0, 2**23]}}).encode()
@@ -201,18 +189,6 @@ def test_a_file_that_comes_into_a_folder_of_prompts_is_named(config: Config, tmp
         check_resume(of_folder)
 
 
-def test_each_of_several_reward_functions_is_known_by_its_own_file(config: Config, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    shutil.copy(tmp_path / "reward.py", tmp_path / "other")
-    files = [tmp_path / "reward.py", tmp_path / "other" / "reward.py"]
-    parts = [{"function": f"{file}:reward", "name": file.parent.name} for file in files]
-    several = load_config(None, [], {**config.model_dump(), "reward": {"function": [{"function": "exact"}, *parts]}})
-    found = fingerprints(several)
-    lengthen(files[1])
-    changed = {name for name, digest in fingerprints(several).items() if digest != found[name]}
-    assert changed == {"reward.function[2]: reward.py"} and "reward.function[1]: reward.py" in found
-
-
 def scores(worth: float) -> Callable[..., Any]:
     if worth == 0.5:
 
@@ -259,9 +235,3 @@ def test_of_a_function_without_source_a_run_says_that_its_changes_are_not_notice
     for function in (made["typed"], max):
         given = _with_functions(config, folder, check=check_resume, reward=function)
         assert functions_without_text(given) == [f"reward.function: {function.__name__}"]
-
-
-def test_a_function_s_file_that_cannot_be_read_as_python_is_known_by_itself(config: Config, tmp_path: Path) -> None:
-    for text in ("def (", "a\0b", "import missing_module_of_nobody\n"):
-        (tmp_path / "reward.py").write_text(text)
-        assert [name for name in fingerprints(config) if name.startswith("reward.")] == ["reward.function: reward.py"]
