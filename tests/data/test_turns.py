@@ -86,7 +86,6 @@ def test_an_open_turn_of_the_policy_is_closed(tokenizer: Tokenizer) -> None:
         ("{% for m in messages %}{{ m.role }}{% endfor %}", [*ASKED, assistant("7"), MORE], "the chat template"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", [*ASKED, assistant("7")], "with nothing between"),
         (CHAT_TEMPLATE, [*ASKED, assistant("8"), MORE], "about other messages than the conversation has"),
-        (CHAT_TEMPLATE, [MORE], "about other messages than the conversation has"),
         (CHAT_TEMPLATE, [*ASKED, assistant("7"), {"role": "user", "content": [MORE]}], "with more than text"),
     ],
 )
@@ -117,12 +116,10 @@ def test_a_replay_finds_an_environment_of_other_answers() -> None:
         replay([[], [5, 5], [6, 7]], cut_off=True)  # without room for the 7
     for other, cut_off, did in (
         ([[], [5, 4]], False, "answered"),
-        ([[], [5]], True, "answered"),
         ([[], [5, 5, 6]], True, "answered"),
         ([[], [5, 5], [6]], False, "went on"),
         ([[], [5, 5], [7]], True, "answered"),
         ([[], [5, 5]], False, "ended"),
-        ([[]], True, "ended"),
     ):
         with pytest.raises(OtherAnswerError, match=f"The environment {did}, otherwise than when"):
             replay(other, cut_off=cut_off)
@@ -144,7 +141,7 @@ def test_each_prompt_is_rendered_with_the_rows_tools(load: Load, calling: Tokeni
     assert '{"type": "function", "function": {"name": "add"' in pool[0].text
 
 
-@pytest.mark.parametrize("given", ["hammer", ["hammer"], '[{"a": 1}]', {"name": "add"}])
+@pytest.mark.parametrize("given", ["hammer", [{"a": 1}]])
 def test_a_column_of_other_tools_is_refused(refuse: Refuse, calling: Tokenizer, given: Any) -> None:
     words = "rows.jsonl, line 1", "no list of functions in column 'tools'"
     refuse([{"prompt": "Hi", "label": "1", "tools": given}], *words, by=calling)
@@ -181,7 +178,7 @@ def test_calls_are_read_out_of_a_turn(text: str, said: str, calls: list[ToolCall
 
 @pytest.mark.parametrize(
     "block",
-    ["add(1)", "[]", '{"name": "add"}', '{"arguments": {}}', '{"name": 1, "arguments": {}}', "[" * 100_000],
+    ["add(1)", "[]", '{"name": "add"}', '{"name": 1, "arguments": {}}', "[" * 100_000],
 )
 def test_a_turn_with_an_unreadable_call_is_words(block: str) -> None:
     for text in (f"{call('add', a=1)}<tool_call>{block}</tool_call>", f"<tool_call>{block}"):
