@@ -15,14 +15,13 @@ from megatron_dppo.config import TreeConfig
 from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.advantages import group_advantages, minibatch_advantages
 from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth, is_right, without_rounding
-from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
-from megatron_dppo.rl.pruning.draw import census, prune_minibatch
+from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.trees import tree_advantages
 from megatron_dppo.rl.types import SEGMENT
-from tests.rl.plans import made_up_pool, step_config, step_metadata
+from tests.rl.plans import made_up_pool, step_metadata
 
 EQUAL = np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15, 0.6 / 2.0]])
 RIGHT = np.array([[0.7 + 0.2 + 0.1, 1.0, 0.1 * 3 + 0.7, 0.8 + 0.1 + 0.1]])
@@ -142,16 +141,6 @@ def test_forecast_takes_rounding_for_equality() -> None:
         known.judge_and_learn(Outcomes(np.array([0, 1]), np.array(rewards), zeros, squares=one, tokens=one))
         assert known.binary == (visits == 1)
         assert known.equal_visits(np.array([0, 1])).tolist() == [visits, visits - 1]
-
-
-def test_census_counts_two_rewards() -> None:
-    config = step_config(kl_coef=0.1)
-    rewards = np.array([[*EQUAL[0], 1.0], [*RIGHT[0], 0.0], [0.1, 0.1, 0.1, 0.1, 0.1]])
-    metadata = step_metadata(3, 5, rewards=rewards)
-    draw = prune_minibatch(metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(0))
-    found = census([(metadata, draw)])
-    assert found.binary
-    assert [cell[2] for cell in found.by_reward] == [1, 4, 4, 1], "five of equal reward have no advantage"
 
 
 def test_ones_and_zeros_are_exact_and_padding_stays() -> None:

@@ -80,23 +80,6 @@ def test_given_tokens_are_read_and_not_trained_on() -> None:
     )
 
 
-@given(st.lists(st.builds(sample, *[st.integers(1, 9)] * 3), max_size=6), st.sampled_from([1, 4]), st.integers(0, 20))
-def test_predictor_sees_its_own_sample_up_to_its_target(samples, align, spare):
-    needed = sum(-(-(len(r.prompt_ids) + len(r.response_ids)) // align) * align for r in samples)
-    capacity = max(1, needed + spare)
-    pack = pack_of(*samples, capacity=capacity, align=align)
-    for predictor, target, index in zip(pack.predictors, pack.targets, pack.sample, strict=True):
-        start = pack.cu_seqlens[np.searchsorted(pack.cu_seqlens, predictor, side="right") - 1]
-        sequence = np.concatenate([samples[index].prompt_ids, samples[index].response_ids])
-        np.testing.assert_array_equal(pack.token_ids[start : predictor + 1], sequence[: predictor - start + 1])
-        assert sequence[predictor - start + 1] == target
-    assert len(pack.targets) == sum(len(r.response_ids) for r in samples)
-    segments = np.diff(pack.cu_seqlens)
-    assert (pack.cu_seqlens[0], segments.sum()) == (0, capacity) and (segments > 0).all()
-    np.testing.assert_array_equal(pack.position_ids, np.concatenate([np.arange(n) for n in segments]))
-    assert pack.max_seqlen == segments.max()
-
-
 def test_shared_tokens_are_stored_once_and_predict_for_each() -> None:
     """A prompt of 3 tokens. The second response goes on from the first one's second token. Each segment is padded."""
     second = sample(3, 4, shared=5, response_ids=np.array([100, 101, 7, 8]))
@@ -143,12 +126,6 @@ def share(of: Sequences) -> list[int]:
     """Return how many tokens each sequence has in common with the one before."""
     equal = [[a == b for a, b in zip(one, other, strict=False)] + [False] for one, other in pairwise(of)]
     return [0, *(row.index(False) for row in equal)]
-
-
-def test_prefix_trees_written_out() -> None:
-    assert prefix_tree([5, 6, 5], [0, 5, 3]) == [(-1, 0, 0, 3), (0, 0, 3, 5), (1, 1, 5, 6), (0, 2, 3, 5)]
-    assert prefix_tree([2, 3], [0, 0]) == [(-1, 0, 0, 2), (-1, 1, 0, 3)]
-    assert prefix_tree([4, 4, 2], [0, 4, 2]) == [(-1, 0, 0, 2), (0, 0, 2, 4)]
 
 
 @given(sequences)

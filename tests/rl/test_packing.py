@@ -157,11 +157,6 @@ def test_prefix_group_goes_into_one_pack_where_it_fits():
     assert packing.cost < 0.6 * apart.cost
 
 
-def test_prefix_group_over_several_packs_repeats_its_prompt():
-    packing = pack_groups(1, 1000, 8, ranks=2, max_tokens=4096)
-    assert packing.capacity <= 4096 and 0 < packing.saved < 7 * 1000
-
-
 def test_auto_shares_nothing_where_large_pieces_idle_a_rank():
     """Two prefix groups for four ranks: pieces of half a group keep all busy."""
     packing = pack_groups(2, 100, 4, ranks=4, max_tokens=8192)

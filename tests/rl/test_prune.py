@@ -106,33 +106,3 @@ def test_log_probabilities_may_be_padded():
 def test_wrong_argument_is_named(change: dict[str, object], said: str):
     with pytest.raises(ValueError, match=said):
         prune(**{**batch(), **change})
-
-
-DIVISORS = {
-    "grpo": lambda lengths, mask: mask.sum(),
-    "dr_grpo": lambda lengths, mask: mask.sum() * 60,
-    "bnpo": lambda lengths, mask: lengths[mask].sum(),
-    "dapo": lambda lengths, mask: lengths.sum(),
-}
-"""What other trainers divide the sum over rows by, of the rows that they see."""
-
-
-@pytest.mark.parametrize("name", DIVISORS)
-def test_factor_of_the_loss_restores_the_gradient_of_the_batch(name: str, monkeypatch: pytest.MonkeyPatch):
-    """A completion's gradients of policy and KL are two numbers. All terms are positive: nothing cancels out."""
-    given, count = batch(), DIVISORS[name]
-    options = {"budget": 0.4, "normalise": name != "dr_grpo", "sequence_mean": name == "grpo"}
-    monkeypatch.setattr(np.random, "default_rng", FixedOffset)
-    lengths = given["lengths"]
-    advantage = group_advantages(given["rewards"].astype(float), normalise=name != "dr_grpo")
-    policy, divergence = np.random.RandomState(0).rand(2, *lengths.shape) * np.sqrt(lengths)
-    terms = (np.abs(advantage) * policy + 0.5 * divergence) / (lengths if name == "grpo" else 1.0)
-    full = terms[advantage != 0.0].sum() / count(lengths, np.ones_like(lengths, bool))
-    found, unscaled = [], []
-    for offset in OFFSETS:
-        mask, weights = prune(**given, **options, seed=offset)
-        factor = {"bnpo": lengths[mask].sum() / lengths.sum(), "dapo": 1.0}.get(name, mask.sum() / mask.size)
-        unscaled.append((weights * terms)[mask].sum() / count(lengths, mask))
-        found.append(factor * unscaled[-1])
-    assert np.mean(found) == pytest.approx(full, rel=0.02)
-    assert name == "dapo" or np.mean(unscaled) > 1.5 * full

@@ -23,7 +23,7 @@ from megatron_dppo.rl.trees import (
 )
 from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata
 from tests.rl.integration import all_plans
-from tests.rl.plans import plan, step_config, step_metadata
+from tests.rl.plans import step_config, step_metadata
 from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, fork_by_entropy, plan_gradient, toy
 
 PLAIN = toy()
@@ -150,16 +150,6 @@ def test_pruned_plan_is_unbiased_over_all_trees_and_draws(name: str) -> None:
     assert np.linalg.norm(total * LONGEST - true) < 1e-9 * np.linalg.norm(true)
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_path_without_advantage_is_never_kept_without_a_kl_term(kl_coef: float) -> None:
-    given = case("early stop")
-    segments = advantages(given)
-    step = plan(tree_metadata(given), tree_config(given, "none", kl_coef=kl_coef))
-    kept = np.zeros(given.rewards.shape, bool)
-    kept[step.minibatches[0].samples.group, step.minibatches[0].samples.completion] = True
-    np.testing.assert_array_equal(kept, segments.any(axis=-1) | (kl_coef > 0.0))
-
-
 def test_score_of_a_path_is_the_norm_of_independent_segments() -> None:
     given = case("two levels")
     metadata, segments = tree_metadata(given), advantages(given)
@@ -194,12 +184,6 @@ EVERYONE, MANY = np.arange(20), 10**6
 def statistics(within: float, after: float, of_rewards: float = 0.5, between: float | None = None) -> ForkStatistics:
     parts = 1 - within if between is None else between, within, 1 - of_rewards, of_rewards, 100.0, 100.0 * (1 - after)
     return ForkStatistics(*(np.full(20, part) for part in parts))
-
-
-def test_no_tree_beats_a_flat_group_where_variance_arises_evenly() -> None:
-    """(B + W)/((B + W/M)(a + M(1 − a))) has its largest value over all real M at 1 then."""
-    assert statistics(0.2, 0.2).gain(EVERYONE, MANY, 1) == pytest.approx(1.0)
-    assert all(statistics(0.2, 0.2).gain(EVERYONE, MANY, children) < 1.0 for children in range(2, 9))
 
 
 def test_best_tree_gains_what_the_best_split_of_tokens_gains() -> None:
