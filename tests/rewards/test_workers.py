@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from tests.rewards.math.test_completion import OPENED, THOUGHTS
 REWARD = FAILING = f"{Path(__file__).parent / 'rewards_that_fail.py'}:compute_score"
 REWARD_TIMEOUT_S = LIMIT_S = 0.3
 GROUPS = """
-import os, time
+import time
 
 async def group_rm(args, samples, **kwargs):
     right = [sample.response_length for sample in samples if sample.label in sample.response]
@@ -41,11 +40,6 @@ def slow(args, samples):
     began = time.process_time()
     while time.process_time() < began + float(samples[0].response):
         pass
-    return [1.0 for sample in samples]
-
-def dies(args, samples):
-    if samples[0].response == "die":
-        os._exit(5)
     return [1.0 for sample in samples]
 """
 AWAITED = """
@@ -308,7 +302,6 @@ def test_killed_workers_are_replaced(workers: RewardWorkers, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("", "has no function 'compute_score'"),
         ("import os; os._exit(4)", "ended with exit code 4 while importing it"),
         ("if lives() <= 1: os.kill(os.getpid(), signal.SIGKILL)\ndef compute_score(**row): return 1.0", None),
         ("if lives() <= 2: os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while importing it"),
@@ -331,16 +324,6 @@ def test_import_that_fails_is_refused(
         return
     with pytest.raises(UserError, match=words):
         score(f"{tmp_path}/mine.py:compute_score", "")
-
-
-def test_worker_ends_quietly_after_its_trainer(fresh_workers: RewardWorkers) -> None:
-    """Also with an answer that nobody has read."""
-    fresh_workers.wait_ready()
-    (worker,) = fresh_workers._workers
-    worker.pipe.send([(range(1), [pickle.dumps(*write_items("score 1"))])])
-    assert worker.pipe.poll(10.0)
-    worker.pipe.close()
-    assert worker.process.wait(10.0) == 0
 
 
 @pytest.fixture
@@ -376,12 +359,6 @@ def test_group_has_the_time_of_all_its_completions(groups: Path) -> None:
     scored = score_groups(f"{groups}:slow", ["0.6", "b", "c", "d"], ["0.6"], ["0"])
     assert read_rewards(scored) == [1.0] * 4 + [None, 1.0]
     assert (scored.timeouts, scored.errors) == (1, 0)
-
-
-def test_group_that_ends_its_process_costs_no_other(groups: Path) -> None:
-    scored = score_groups(f"{groups}:dies", ["die", "b"], ["live", "b", "c"])
-    assert read_rewards(scored) == [None] * 2 + [1.0] * 3
-    assert scored.errors == 2 and "ended with exit code 5" in scored.tracebacks[0]
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt, RoutingShape, Score, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collector
-from megatron_dppo.rollout.engine import Completions, GroupCallback, Sampling
 from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from tests.rollout.scripted import (
@@ -63,20 +62,6 @@ class Bench:
         selection = Selection(np.array([*self.script], np.int64), np.array(inclusion or [1.0] * count), window or count)
         begun = self.collector.request(pool_of(10), StepRollouts(selection, step))
         return self.collector.collected([self.collector.finish(begun)])
-
-
-def test_rollouts_are_under_way_without_a_word_of_the_engine(tokenizer: Tokenizer) -> None:
-    """A user's engine may return None for a request."""
-
-    class Wordless(ScriptedEngine):
-        def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:  # type: ignore[override]
-            super().begin(prompts, sampling)
-
-    rollouts = StepRollouts(Selection(np.array([4]), np.ones(1), 1), step=0)
-    assert not rollouts.under_way
-    assert Bench(tokenizer, {4: MIXED}, engine=Wordless).collector.request(pool_of(10), rollouts).under_way
-    rollouts.restart()
-    assert not rollouts.under_way
 
 
 def test_failed_groups_leave_whole_and_others_replace_them(tokenizer: Tokenizer) -> None:
@@ -297,21 +282,6 @@ def test_completion_is_as_old_as_its_oldest_token(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="3 updates old") as raised:
         staleness(known, 9, bound=2)
     assert raised.value.setting == "rollout.ahead"
-
-
-def test_engine_failure_of_one_rank_stops_all_ranks(tokenizer: Tokenizer) -> None:
-    class Failing(ScriptedEngine):
-        def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
-            super().finish(pending)
-            raise RuntimeError("no server is left")  # on every rank, as the protocol has it
-
-    def on_a_rank(world: World) -> int:
-        bench = Bench(tokenizer, {4: MIXED}, world=world, engine=Failing)
-        with pytest.raises(RuntimeError, match="no server is left"):
-            bench.collect()
-        return bench.engine.finished
-
-    assert as_ranks(2, on_a_rank) == [1, 1], "the rank without a prompt waits too"
 
 
 def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:

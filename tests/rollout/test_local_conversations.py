@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,10 @@ from megatron_dppo.rollout.conversation import Client, ConversationFunction, Try
 from megatron_dppo.rollout.engine import generate
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.local_conversations import LocalConversations
-from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.rollout.local import (
     STOP,
     assert_logprobs_of_a_plain_forward,
     bits_of,
-    load_engine,
     make_engine,
     make_policy,
     make_prompts,
@@ -75,16 +72,8 @@ async def stumble(client: Client, prompt: Prompt) -> list[Turn]:
     return [await client.generate(prompt.token_ids), prompt.no_such_thing]
 
 
-async def end_the_program(client: Client, prompt: Prompt) -> list[Turn]:
-    sys.exit(0)
-
-
 async def cancel_itself(client: Client, prompt: Prompt) -> list[Turn]:
     raise asyncio.CancelledError("no more of this")
-
-
-async def go_on_from_nothing(client: Client, prompt: Prompt) -> list[Turn]:
-    return [await client.generate([])]
 
 
 async def never_end(client: Client, prompt: Prompt) -> list[Turn]:
@@ -209,9 +198,7 @@ def test_conversation_that_gives_up_is_repeated(engines: Any) -> None:
     [
         (forget_what_was_told, "turn 1 that was generated after other tokens"),
         (stumble, "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
-        (end_the_program, "SystemExit: 0"),
         (cancel_itself, "CancelledError: no more of this"),
-        (go_on_from_nothing, "no token to go on from"),
         (give_up, "gave up prompt 0 2 times (rollout.attempts), the last time: the tool is down"),
         (never_end, "2 conversations of f.py:never_end neither asked for a turn nor ended"),
     ],
@@ -225,15 +212,3 @@ def test_failing_conversations_stop_the_run(engines: Any, function: Any, words: 
     assert raised.value.setting == setting and words in str(raised.value)
     plain = engine.sample_each(make_prompts(3), sampling_of(samples=2))
     assert len(plain["local"][0]) == 2, "servers are compared without conversations"
-
-
-def test_experts_of_every_read_token_are_known(tmp_path: Path) -> None:
-    shape = write_qwen3_moe(tmp_path, Sizes()).routing
-    engine = load_engine(tmp_path, conversations=talks_of(with_a_tool))
-    prompts, sampling = make_prompts(3, 6), replace(sampling_of(samples=3, max_tokens=MOST), routing=shape)
-    for prompt, group in zip(prompts, generate(engine, prompts, sampling), strict=True):
-        for completion in group:
-            assert completion.routing is not None
-            read = len(prompt.token_ids) + int(np.flatnonzero(completion.loss_mask)[-1])
-            assert len(completion.routing) == read
-    engine.close()
