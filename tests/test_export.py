@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.bridge.hf_directory import adapter_config
 from megatron_dppo.cli import main
 from megatron_dppo.config.run import LoraConfig
-from megatron_dppo.report.card import model_card
-from megatron_dppo.report.run import read_run
 from megatron_dppo.settings import as_yaml, load_config
 from tests.bridge.conversions import same, to_megatron, weights
 from tests.report.made_up import write_run
@@ -89,23 +87,6 @@ def test_an_unreachable_hub_is_refused_before_writing(
     said = capsys.readouterr().err
     assert said.startswith("error: --push = me/sums\n") and "hf_abc" not in said, said
     assert not (tmp_path / "out").exists()
-
-
-def test_markup_in_names_is_escaped_on_a_card(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-
-    def write_card(name: str, *words: str) -> tuple[dict, str]:
-        (folder / "config.yaml").write_text(as_yaml(load_config(None, [*words, f"run.dir={folder}"])))
-        _, head, text = model_card(read_run(folder, "run"), step=4, name=name).split("---\n", 2)
-        return yaml.safe_load(head), text
-
-    path = "model.path=my models/`x`\n# y"
-    head, text = write_card("a\n<script>_b_", "data.train=my problems/<b>new|er</b>.jsonl", path, "run.steps=6")
-    assert text.startswith("# a \\<script\\>\\_b\\_\n") and "my problems" not in text and "my models" not in text
-    assert [line for line in text.splitlines() if line.startswith("# ")] == ["# a \\<script\\>\\_b\\_"]
-    (result,) = head["model-index"][0]["results"]
-    assert result["metrics"] == [{"type": "accuracy", "name": "held-out accuracy", "value": 0.583333}]
-    assert write_card("r", "model.path=models/policy")[0]["base_model"] == "models/policy"
 
 
 def test_an_adapter_names_its_base_by_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -128,13 +127,6 @@ def test_a_probe_reports_finite_gains_and_changes_nothing(folder: Path, ranks: R
     assert found["batch"] == 8 and found["seconds"] > 0.0 and 0.0 < found["rollout_share"] < 1.0
     assert gains[tuple(found["best"])] == max(gains.values())
     assert found["configured"] == [0.85, "auto"]
-
-
-def test_the_table_marks_the_best_and_the_configured_shares(folder: Path, ranks: RankPool) -> None:
-    (found,) = ranks.run(1, run_probe, small_run(folder, folder / "run"), False)
-    table = found["printed"]
-    assert re.search(r"^ +1 +1\.00", table, re.MULTILINE)
-    assert re.search(r"\d\.\d\d\*", table) and re.search(r"\d\.\d\d\*?\+", table)
 
 
 def test_equal_rewards_are_refused(folder: Path, ranks: RankPool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from megatron_dppo.config import BranchConfig, Config, LayoutConfig, replace
+from megatron_dppo.config import BranchConfig, Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import as_yaml, load_config, nearest, settings
 
@@ -99,15 +98,6 @@ def test_numpy_numbers_and_paths_are_taken() -> None:
     assert (config.optimizer.lr, config.run.steps, config.run.dir) == (0.5, 3, "a")
 
 
-@pytest.mark.parametrize(
-    ("given", "setting"), [({"dir": "\0"}, "run.dir"), (3, "run"), ({"export": 1}, "run.export")], ids=str
-)
-def test_wrong_python_values_name_the_setting(given: object, setting: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_config(None, [], {"run": given})
-    assert caught.value.setting == setting
-
-
 def test_every_setting_is_printed_with_its_meaning() -> None:
     text = as_yaml(Config())
     assert list(settings()) == [key for key, _ in Config().leaves()]
@@ -153,18 +143,3 @@ def test_a_copy_is_checked_and_leaves_its_original() -> None:
     for wrong in ({"steps": 0}, {"stpes": 3}):
         with pytest.raises(ValidationError):
             replace(config.run, **wrong)
-
-
-def test_a_configuration_is_frozen_hashed_and_pickled() -> None:
-    config = load_config(None, ["rollout.servers=[http://a:1]", "layout.dp=2"])
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert hash(config.layout) == hash(LayoutConfig(dp=2))
-    with pytest.raises(ValidationError):
-        config.layout.dp = 3
-
-
-def test_sources_have_defaults_for_missing_keys() -> None:
-    train = "[{path: a.jsonl, weight: 3, prompt_key: null}, {path: 2024}]"
-    listed = load_config(None, [f"data.train={train}"]).data.train
-    found = [(source.path, source.weight, source.prompt_key) for source in listed if not isinstance(source, str)]
-    assert found == [("a.jsonl", 3.0, None), ("2024", 1.0, None)]

@@ -82,12 +82,6 @@ def test_a_folder_has_one_evaluation_at_a_time(tmp_path: Path) -> None:
     opened(tmp_path).close()
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written to"):
-        opened(tmp_path / "file" / "out")
-
-
 def test_only_finished_evaluations_are_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no evaluation"):
         read_finished(tmp_path, "--against")

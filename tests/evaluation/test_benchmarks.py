@@ -17,7 +17,6 @@ from megatron_dppo.evaluation.benchmarks import (
     FOLDER,
     Question,
     find_file,
-    folder_of,
     read_benchmark,
     sources,
 )
@@ -114,14 +113,6 @@ def test_a_row_without_problem_or_answer_is_named(name: str, row: dict[str, str]
     with pytest.raises(UserError, match=problem) as caught:
         read_benchmark(name, str(file), replace(BENCHMARKS[name], problems=1))
     assert caught.value.value == f"{file}, line 1"
-
-
-def test_the_setting_s_folder_precedes_the_environment_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER, "/there")
-    assert folder_of(load_config(None, ["eval.folder=here"])) == Path("here")
-    assert folder_of(load_config(None, [])) == Path("/there")
-    monkeypatch.delenv(FOLDER)
-    assert folder_of(load_config(None, [])) == Path("data/eval")
 
 
 def test_the_generator_s_problems_are_held_out_by_default(short: Path) -> None:

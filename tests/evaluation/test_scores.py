@@ -16,7 +16,6 @@ from megatron_dppo.evaluation.scores import (
     Estimate,
     by_benchmark,
     compare,
-    difference,
     estimates,
     mean,
     pass_at,
@@ -142,33 +141,9 @@ def test_intervals_hold_the_truth_in_95_of_100_worlds() -> None:
     assert 0.89 <= held / 400 <= 0.98
 
 
-def test_the_interval_is_normal_and_skips_missing_values() -> None:
-    values = np.random.default_rng(3).normal(10.0, 2.0, 1000)
-    found = estimate(values)
-    error = values.std() / np.sqrt(1000)
-    assert found == estimate(values.copy())
-    assert found.value == pytest.approx(values.mean())
-    assert (found.low, found.high) == pytest.approx((found.value - 1.96 * error, found.value + 1.96 * error), abs=0.02)
-    with_gaps = estimate(np.concatenate([values, [np.nan] * 5]))
-    assert with_gaps.value == pytest.approx(values.mean()) and with_gaps.low < with_gaps.value < with_gaps.high
-    empty = estimate(np.full(3, np.nan))
-    assert np.isnan([empty.value, empty.low, empty.high]).all()
-
-
 def test_unanimous_problems_leave_an_interval() -> None:
     """A policy right more often than in 11.6% fails thirty of thirty in one world of 40."""
     none, every = (share_bounds(estimate(np.full(30, v)), 30) for v in (0.0, 1.0))
     assert (none.value, none.low) == (0.0, 0.0) and none.high == pytest.approx(1 - 0.025 ** (1 / 30))
     assert (every.value, every.high) == (1.0, 1.0) and every.low == pytest.approx(1 - none.high)
     assert share_bounds(Estimate(0.5, 0.4, 0.6), 30) == Estimate(0.5, 0.4, 0.6)
-
-
-def test_a_paired_difference_has_a_narrower_interval() -> None:
-    rng = np.random.default_rng(5)
-    before = rng.beta(0.5, 0.5, 200)
-    after = np.clip(before + rng.normal(0.03, 0.05, 200), 0.0, 1.0)
-    found = difference(after, before)
-    alone = estimates({"before": before, "after": after})
-    assert 0.0 < found.low < found.value < found.high
-    assert alone["before"].high > alone["after"].low, "apart they overlap"
-    assert found.value == pytest.approx(alone["after"].value - alone["before"].value)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.launch import processes
-from megatron_dppo.launch.processes import CLOCK_S, FirstFailure, marker_for, run_ranks
+from megatron_dppo.launch.processes import CLOCK_S, FirstFailure, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -58,15 +58,6 @@ def test_an_earlier_run_s_marker_silences_nobody(tmp_path: Path) -> None:
     os.utime(tmp_path / "marker", (before, before))
     ranks = [FirstFailure(tmp_path / "marker") for _ in range(2)]
     assert [rank.claim(2) for rank in ranks] == [(True, 2), (False, 2)]
-
-
-def test_ranks_of_a_run_share_a_marker_of_their_own(tmp_path: Path) -> None:
-    here = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    marker = marker_for(tmp_path, here | {"RANK": "0"})
-    assert marker == marker_for(tmp_path, here | {"RANK": "1"})
-    assert marker.parent == tmp_path
-    assert marker != marker_for(tmp_path, here | {"MASTER_PORT": "2"})
-    assert marker_for(tmp_path / "absent", here).parent.is_dir()
 
 
 def test_ranks_end_with_a_failing_callback(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.bridge.checkpoint_folder import TRACKER
 from megatron_dppo.errors import UserError
 from megatron_dppo.launch import start
 from megatron_dppo.launch.start import srun_started, torch_environment
@@ -175,17 +174,6 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
         for process in (rank for rank in ranks if not is_gone(rank)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-
-
-def test_ctrl_c_names_the_step_to_resume_from(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = load_config(None, [f"run.dir={tmp_path}", "run.checkpoint_every=9"])
-    checkpoints = tmp_path / "checkpoints"
-    for said in ("before its first checkpoint", "the same command goes on from step 9 of 100"):
-        code = start.start_ranks("train", config, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
-        heard = capfd.readouterr().err
-        assert code == 130 and heard.startswith(f"interrupted; {said}") and "SIGUSR1" in heard
-        (checkpoints / "iter_0000009").mkdir(parents=True, exist_ok=True)
-        (checkpoints / TRACKER).write_text("9")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -131,18 +130,3 @@ def test_lines_report_progress_in_their_unit(
     *said, end = capsys.readouterr().err.splitlines()
     assert said == [f"work: {line}, 0 s left" for line in lines]
     assert end.startswith(f"work: {last}")
-
-
-@pytest.mark.usefixtures("always_say")
-def test_work_may_grow_and_earlier_work_takes_no_time(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("work", 2) as advance:
-        advance(0, to_do=2)
-        advance(4)
-    said, end = capsys.readouterr().err.splitlines()
-    assert said == "work: 4 of 4, 0 s left" and end.startswith("work: 4 in 0")
-    with progress("work", 1000, done=999) as advance:
-        time.sleep(0.1)
-        advance(0.1)
-    first, end = capsys.readouterr().err.splitlines()
-    assert first.startswith("work: 999 of 1,000, ") and not first.endswith(" 0 s left")
-    assert end.startswith("work: 1 in 0")
