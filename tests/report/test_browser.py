@@ -53,7 +53,7 @@ def opened(browser: Any, address: str, *, width: int = 1440, scheme: str = "ligh
 
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_quiet_and_as_wide_as_the_screen(browser: Any, address: str, width: int, scheme: str) -> None:
+def test_page_is_quiet_and_as_wide_as_the_screen(browser: Any, address: str, width: int, scheme: str) -> None:
     page, said = opened(browser, address, width=width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     beyond = (
@@ -63,13 +63,13 @@ def test_the_page_is_quiet_and_as_wide_as_the_screen(browser: Any, address: str,
     assert said == []
 
 
-def test_a_hostile_answer_is_shown_and_not_run(browser: Any, address: str) -> None:
+def test_hostile_answer_is_shown_and_not_run(browser: Any, address: str) -> None:
     page, _ = opened(browser, address)
     assert "taken" not in page.title()
     assert HOSTILE in page.inner_text(".answer pre")
 
 
-def test_the_policy_keeps_strange_scripts_from_running(browser: Any, address: str) -> None:
+def test_policy_blocks_foreign_scripts(browser: Any, address: str) -> None:
     """A second wall, should words ever leave their place."""
     page, said = opened(browser, address)
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title=1\">')")
@@ -78,7 +78,7 @@ def test_the_policy_keeps_strange_scripts_from_running(browser: Any, address: st
     assert any("Content Security Policy" in words for words in said)
 
 
-def test_the_axis_is_switched_by_keyboard(browser: Any, address: str) -> None:
+def test_axis_is_switched_by_keyboard(browser: Any, address: str) -> None:
     page, _ = opened(browser, address)
     shown = "[...document.querySelectorAll('.plots[data-axis]')].filter(e => e.offsetHeight).map(e => e.dataset.axis)"
     last = "[...document.querySelectorAll('.plots[data-axis]')].find(e => e.offsetHeight).querySelectorAll('.x')"
@@ -90,7 +90,7 @@ def test_the_axis_is_switched_by_keyboard(browser: Any, address: str) -> None:
     assert page.evaluate(f"[...{last}].map(e => e.textContent)") != steps
 
 
-def test_values_are_told_by_pointer_and_by_keyboard(browser: Any, address: str) -> None:
+def test_values_are_shown_by_pointer_and_keyboard(browser: Any, address: str) -> None:
     page, _ = opened(browser, address)
     accuracy = page.locator(".plots[data-axis='1'] .plot").nth(1)
     accuracy.scroll_into_view_if_needed()

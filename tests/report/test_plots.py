@@ -13,7 +13,7 @@ def points(path: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path)]
 
 
-def test_a_line_goes_through_its_values() -> None:
+def test_line_goes_through_its_values() -> None:
     line = Line("run", "run0", np.array([0.0, 5.0, 10.0]), np.array([0.0, 1.0, 0.5]))
     plot = line_plot("", "", [line], low=0.0, high=1.0)
     (drawn,) = [mark for mark in plot.marks if mark.x]
@@ -22,7 +22,7 @@ def test_a_line_goes_through_its_values() -> None:
     assert [(label.x, label.y, label.value) for label in plot.labels] == [(1.0, 0.5, "0.5")]
 
 
-def test_a_logarithmic_axis_has_equal_steps_for_equal_factors() -> None:
+def test_logarithmic_axis_has_equal_steps_for_equal_factors() -> None:
     line = Line("run", "run0", np.arange(4.0), np.array([1e-7, 0.0, 1e-6, 1e-5]))
     plot = line_plot("", "", [line], log=True, limit=(1e-4, "limit"))
     (drawn,) = [mark for mark in plot.marks if mark.x]
@@ -31,7 +31,7 @@ def test_a_logarithmic_axis_has_equal_steps_for_equal_factors() -> None:
     assert [label.name for label in plot.labels] == ["", "limit"]
 
 
-def test_bars_of_a_long_run_stand_for_their_neighbours_mean() -> None:
+def test_bars_of_a_long_run_are_means_of_neighbours() -> None:
     values = np.arange(1000.0)
     plot = stack_plot("", "", values, [Layer("a", "a", values)], form="number", top=1000.0)
     shown = [float(y) for y in plot.marks[0].y.split()]

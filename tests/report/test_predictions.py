@@ -12,7 +12,7 @@ from megatron_dppo.report.run import read_run
 from tests.report.made_up import write_run
 
 
-def test_predicted_chances_are_held_against_what_came_over_all_steps(tmp_path: Path) -> None:
+def test_predicted_chances_are_compared_with_outcomes(tmp_path: Path) -> None:
     """6 groups with 0.9 predicted and 1.2 observed in sum are a point at 0.15 and 0.2, in each of six steps."""
     plot = reliability_plot(read_run(write_run(tmp_path / "run"), "run"))
     assert [key.name for key in plot.key] == ["from its text, 0.050", "its visits, 0.090", "as predicted"]
@@ -20,12 +20,12 @@ def test_predicted_chances_are_held_against_what_came_over_all_steps(tmp_path: P
     np.testing.assert_allclose(model.shapes[0], [[0.15, 0.2], [0.84, 0.79]])
 
 
-def test_errors_of_all_predictors_are_shown_by_step(tmp_path: Path) -> None:
+def test_errors_of_all_predictors_are_shown(tmp_path: Path) -> None:
     plot = brier_plot(read_run(write_run(tmp_path / "run"), "run"))
     assert {key.name for key in plot.key} == {"from its text", "its visits", "all prompts"}
 
 
-def test_runs_from_before_anything_was_predicted_show_nothing(tmp_path: Path) -> None:
+def test_run_without_predictions_shows_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for file, gone in (("pruning.jsonl", "by_prediction"), ("metrics.jsonl", "prune/brier")):
         rows = [json.loads(line) for line in (run / file).read_text().splitlines()]
