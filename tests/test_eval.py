@@ -50,7 +50,7 @@ def test_a_checkpoint_has_the_accuracy_measured_in_training(folder: Path, tmp_pa
     """Answers are greedy, to the same problems, with the weights of the last step."""
     finish(folder, tmp_path / "log", "train run.steps=2 run.export=false optimizer.lr=1e-3")
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    said = finish(folder, tmp_path / "log", "eval --model run model.path=nowhere eval.batch=40")
+    finish(folder, tmp_path / "log", "eval --model run model.path=nowhere eval.batch=40")
     out = folder / "run" / "eval" / "iter_0000002"
     scores = json.loads((out / "scores.json").read_text())
     figures = scores["benchmarks"]["arithmetic"]
@@ -58,9 +58,7 @@ def test_a_checkpoint_has_the_accuracy_measured_in_training(folder: Path, tmp_pa
     assert figures["mean_length"]["value"] == pytest.approx(rows[-1]["eval/response_len/mean"])
     assert 0.0 < figures["avg@k"]["low"] < figures["avg@k"]["value"] < figures["avg@k"]["high"] < 1.0
     assert (scores["step"], scores["engine"], scores["temperature"]) == (2, "local", 0.0)
-    assert "arithmetic        40" in said and "95% interval" in said
     assert figures["mean_reward"]["value"] == pytest.approx(rows[-1]["eval/reward"])
-    assert f"  {figures['mean_reward']['value']:.3f}  " in said
     questions = {file.name: file.read_text() for file in (out / "questions" / "arithmetic").iterdir()}
     assert len(questions) == 40
     for row in read_answers(out):
@@ -102,39 +100,12 @@ def test_a_killed_evaluation_resumes_to_the_same_answers(
     assert main(["eval", "--out", "killed", "--against", "whole"]) == 0
     assert "+0.0 [+0.0, +0.0]" in capsys.readouterr().out
 
-    lines = [json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(6)]
-    (folder / "own.jsonl").write_text("".join(lines))
-    said = finish(folder, log, f"{words} killed --benchmarks mine=own.jsonl")
-    assert "mine" in said and "arithmetic" in said
-    assert read_answers(killed)[:80] == rows
-    scores = json.loads((killed / "scores.json").read_text())["benchmarks"]
-    assert {name: found["problems"] for name, found in scores.items()} == {"arithmetic": 40, "mine": 6}
+    later = ("eval.top_p=0.9", "eval.top_k=3", "eval.max_response_tokens=5")
+    said = " ".join(finish(folder, log, " ".join([words, "killed", *later]), code=2).split())
+    assert all(f"{word.partition('=')[0]} = null (now" in said for word in later)
 
 
 def test_the_limit_of_problems_is_not_the_training_run_s(capsys: pytest.CaptureFixture[str]) -> None:
-    def print_problems(*words: str) -> str:
-        assert main(["eval", "--print-config", "eval.every=1", *words]) == 0
-        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  problems: "))
-
-    assert print_problems() == "  problems: null"
-    assert print_problems("eval.problems=7") == "  problems: 7"
-    assert print_problems("--problems", "9") == "  problems: 9"
-
-
-def test_an_evaluation_keeps_its_own_sampling(folder: Path, tmp_path: Path) -> None:
-    """A folder of a version without these settings resumes."""
-    words, log = "eval --temperature 1 --problems 8 --samples 2 --out sampled", tmp_path / "log"
-    own = {"eval.top_p": 0.9, "eval.top_k": 20, "eval.max_response_tokens": 5}
-    out = folder / "sampled"
-    finish(folder, log, " ".join([words, *(f"{name}={value}" for name, value in own.items())]))
-    assert max(row["tokens"] for row in read_answers(out)) == 5
-    scores = json.loads((out / "scores.json").read_text())
-    assert [scores[name.partition(".")[2]] for name in own] == [*own.values()]
-    said = " ".join(finish(folder, log, words, code=2).split())
-    assert all(f"{name} = {value} (now null)" in said for name, value in own.items())
-    settings = json.loads((out / "evaluation.json").read_text())
-    kept = {name: value for name, value in settings.items() if name not in own}
-    (out / "evaluation.json").write_text(json.dumps(kept))
-    before = (out / "answers.jsonl").read_bytes()
-    finish(folder, log, words)
-    assert (out / "answers.jsonl").read_bytes() == before
+    for words, limit in (("", "null"), ("--problems 9", "9")):
+        assert main(["eval", "--print-config", "eval.every=1", *words.split()]) == 0
+        assert f"\n  problems: {limit}\n" in capsys.readouterr().out

@@ -85,14 +85,6 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_published_file_is_read_as_declared(name: str, tmp_path: Path) -> None:
-    write(tmp_path, name)
-    questions = read_benchmark(name, str(find_file(name, tmp_path)), shortened(name))
-    assert [question.label for question in questions] == SHAPES[name][2]
-    assert all("\\boxed{}" in question.prompt and "{problem}" not in question.prompt for question in questions)
-
-
 def test_a_file_with_another_number_of_problems_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "gsm8k")
     with pytest.raises(UserError, match="holds 2 problems, and gsm8k has 1319"):
@@ -161,10 +153,6 @@ def test_long_problems_are_kept_and_without_room_refused(short: Path, bpe: Token
     with pytest.raises(UserError, match="leaves 28 of the policy's 128 positions") as caught:
         held_out(load_config(None, words), bpe, max_positions=128)
     assert caught.value.setting == "rollout.max_response_tokens"
-    own = [*words, "eval.max_response_tokens=90"]
-    with pytest.raises(UserError, match="leaves 38 of the policy's 128 positions") as caught:
-        held_out(load_config(None, own), bpe, max_positions=128)
-    assert (caught.value.setting, caught.value.value) == ("eval.max_response_tokens", 90)
 
 
 def solved(question: Question) -> str:
@@ -187,6 +175,9 @@ def test_gold_solutions_are_right_and_nonsense_is_wrong(
     except UserError as absent:
         pytest.skip(str(absent))
     questions = read_benchmark(name, str(file), BENCHMARKS[name])
+    if not PUBLISHED:
+        assert [question.label for question in questions] == SHAPES[name][2]
+    assert all("\\boxed{}" in question.prompt and "{problem}" not in question.prompt for question in questions)
     gold = workers.score([ScoreItem(name, solved(question), question.label) for question in questions])
     none = workers.score([ScoreItem(name, "\\boxed{furiously}", question.label) for question in questions])
     assert len(gold.scores) == BENCHMARKS[name].problems

@@ -17,9 +17,7 @@ from megatron_dppo.evaluation.scores import (
     by_benchmark,
     compare,
     estimates,
-    mean,
     pass_at,
-    per_problem_mean,
     powers_up_to,
     score,
     share_bounds,
@@ -56,7 +54,7 @@ def test_scores_are_counted_by_hand() -> None:
     rows = answers("aime24", [[True, False, False, None], [True] * 4, [False] * 4])
     found = score(by_benchmark(rows)["aime24"])
     assert (found["problems"], found["unscored"]) == (3, 1)
-    assert list(found["pass@k"]) == ["1", "2", "4"]
+    assert list(found["pass@k"]) == ["1", "2", "4"] and powers_up_to(6) == [1, 2, 4, 6]
     assert found["pass@k"]["1"] == found["avg@k"]
     figures = {name: found[name] for name in ("avg@k", "majority", "mean_reward", "truncated")} | found["pass@k"]
     assert {name: figure["value"] for name, figure in figures.items()} == {
@@ -115,21 +113,10 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_answer(answers: list[boo
     np.testing.assert_allclose(pass_at(np.array([answers], float), k), [expected], atol=1e-12)
 
 
-def test_unscored_answers_are_neither_right_nor_wrong() -> None:
-    correct = np.array([[1, 0, np.nan, np.nan], [np.nan] * 4, [1, 1, 0, 0]])
-    np.testing.assert_array_equal(per_problem_mean(correct), [0.5, np.nan, 0.5])
-    np.testing.assert_array_equal(pass_at(correct, 1), [0.5, np.nan, 0.5])
-    np.testing.assert_allclose(pass_at(correct, 2), [1.0, np.nan, 5 / 6])
-    np.testing.assert_array_equal(pass_at(correct, 4), [np.nan, np.nan, 1.0])
-    assert mean(pass_at(correct, 4)) == 1.0
-    many = np.arange(2000)[None] < 1000
-    assert pass_at(many.astype(float), 1)[0] == 0.5
-    assert 0.999 < pass_at(many.astype(float), 700)[0] <= 1.0, "nothing overflows"
-
-
-@pytest.mark.parametrize(("samples", "powers"), [(1, [1]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_ks_are_powers_of_two_and_all_answers(samples: int, powers: list[int]) -> None:
-    assert powers_up_to(samples) == powers
+def test_pass_at_k_of_many_answers_does_not_overflow() -> None:
+    half_right = (np.arange(2000)[None] < 1000).astype(float)
+    assert pass_at(half_right, 1)[0] == 0.5
+    assert 0.999 < pass_at(half_right, 700)[0] <= 1.0
 
 
 def test_intervals_hold_the_truth_in_95_of_100_worlds() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.process.streams import Unit, progress
+from megatron_dppo.process.streams import progress
 
 SAYS = """
 import os, sys, time
@@ -61,26 +61,22 @@ Console().print(table)
 @pytest.mark.parametrize(
     ("program", "locale", "row"),
     [
-        ("command", {"LANG": "C"}, "| 1 - / # n\xc3\xa9 |"),
-        ("rank", {"LC_ALL": "POSIX"}, "| 1 - / # n\xc3\xa9 |"),
-        ("rank", {"LANG": "C.UTF-8"}, "│ 1 – ⏎ █ né │"),
-        ("command", {"PYTHONIOENCODING": "latin-1", "LANG": "C.UTF-8"}, "| 1 - / # n\xe9 |"),
+        ("command", {"LANG": "C"}, b"| 1 - / # n\xc3\xa9 |"),
+        ("rank", {"LC_ALL": "POSIX"}, b"| 1 - / # n\xc3\xa9 |"),
+        ("rank", {"LANG": "C.UTF-8"}, "│ 1 – ⏎ █ né │".encode()),
+        ("command", {"PYTHONIOENCODING": "latin-1", "LANG": "C.UTF-8"}, b"| 1 - / # n\xe9 |"),
     ],
     ids=str,
 )
-def test_a_terminal_of_ascii_is_sent_ascii(program: str, locale: dict[str, str], row: str) -> None:
+def test_a_terminal_of_ascii_is_sent_ascii(program: str, locale: dict[str, str], row: bytes) -> None:
     environ = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ} | locale
     shown = subprocess.run([sys.executable, "-c", SHOWS, program], env=environ, capture_output=True, check=True).stdout
-    expected = row.encode("latin-1") if row.startswith("|") else row.encode()
-    assert expected in shown.splitlines(), shown
-    letters = shown.decode("utf-8", errors="replace").replace("é", "").replace("\ufffd", "")
-    assert letters.isascii() == row.startswith("|")
+    assert row in shown.splitlines(), shown
 
 
 BAR = """
 from megatron_dppo.process.streams import progress_bar
-with progress_bar("problems", 4, done=1) as advance, progress_bar("others", 1, shown=False) as silent:
-    print(advance is None, silent is None)
+with progress_bar("problems", 4, done=1) as advance:
     if advance:
         advance(3, "50.0% right")
 """
@@ -90,43 +86,20 @@ with progress_bar("problems", 4, done=1) as advance, progress_bar("others", 1, s
 def test_a_bar_is_drawn_at_a_terminal_alone(open_pair: object) -> None:
     ours, theirs = open_pair()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    command = [sys.executable, "-c", BAR]
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=theirs, text=True, check=True)
+    subprocess.run([sys.executable, "-c", BAR], env=environ, stderr=theirs, check=True)
     os.write(theirs, b".")
     shown = os.read(ours, 2**16).decode()
     if open_pair is os.pipe:
-        assert (done.stdout, shown) == ("True True\n", ".")
+        assert shown == "."
     else:
-        assert done.stdout == "False True\n", "nothing is printed above the bar"
-        assert all(words in shown for words in ("problems", "1/4", "4/4", "50.0% right")), shown
+        assert "1/4" in shown and "4/4" in shown and "50.0% right" in shown
 
 
-@pytest.fixture
-def always_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_report_progress_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("megatron_dppo.process.streams.SAY_EVERY_S", 0.0)
-
-
-@pytest.mark.usefixtures("always_say")
-@pytest.mark.parametrize(
-    ("unit", "total", "steps", "lines", "last"),
-    [
-        ("count", 2000, (500, 1500), ["500 of 2,000, well", "2,000 of 2,000, well"], "2,000 in 0"),
-        ("bytes", 4e9, (1e9,), ["1.00 of 4.00 GB, well"], "4.00 GB in 0"),
-        ("share", 1.0, (0.25,), ["25%, well"], "done in 0"),
-    ],
-)
-def test_lines_report_progress_in_their_unit(
-    unit: Unit,
-    total: float,
-    steps: tuple[float, ...],
-    lines: list[str],
-    last: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with progress("work", total, unit=unit) as advance, progress("others'", 1, shown=False) as silent:
-        for step in steps:
-            advance(step, "well")
+    with progress("work", 2000) as advance, progress("others'", 1, shown=False) as silent:
+        advance(500, "well")
         silent(1)
-    *said, end = capsys.readouterr().err.splitlines()
-    assert said == [f"work: {line}, 0 s left" for line in lines]
-    assert end.startswith(f"work: {last}")
+    said, end = capsys.readouterr().err.splitlines()
+    assert said.startswith("work: 500 of 2,000, well, ")
+    assert end.startswith("work: 2,000 in ")
