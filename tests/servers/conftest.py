@@ -59,11 +59,11 @@ def real_servers(
 
 @pytest.fixture
 def train(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Start a run in ``tmp_path / "run"``, or go on with it. Whatever a failed test leaves is killed."""
+    """Start a run in ``tmp_path / name``, or resume it. Whatever a failed test leaves is killed."""
     runs = []
 
-    def train(policy: Path, *settings: str, **more: Any) -> Run:
-        runs.append(Run(tmp_path / "run", policy, *settings, **more))
+    def train(policy: Path, *settings: str, name: str = "run", **more: Any) -> Run:
+        runs.append(Run(tmp_path / name, policy, *settings, **more))
         return runs[-1]
 
     yield train

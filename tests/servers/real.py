@@ -70,6 +70,17 @@ class RealServer:
     def secret(self) -> str:
         return self.process.secret
 
+    def restore(self) -> RealServer:
+        """Load the weights that the server was started with, at version 1."""
+        api, run = self.api, self.api.http.run
+        run(api.pause("abort"))
+        run(api.begin_update())
+        run(api.update_from_disk(self.policy, "1"))
+        run(api.end_update("1"))
+        run(api.flush())
+        run(api.resume())
+        return self
+
 
 class RealServers:
     """Starts each server at its first request.

@@ -68,9 +68,9 @@ def new(old: Weights) -> Weights:
 class Served:
     """A shared server with the weights that it was started with, at version 1."""
 
-    def __init__(self, server: RealServer, old: Weights, model: torch.nn.Module) -> None:
+    def __init__(self, server: RealServer, model: torch.nn.Module) -> None:
         self.server, self.api, self.http, self._model = server, server.api, server.api.http, model
-        self.update(old, version="1")
+        server.restore()
 
     def run(self, name: str, *arguments: Any) -> Any:
         """Run a coroutine method of the client."""
@@ -83,17 +83,14 @@ class Served:
         return self.start(**changes).result()
 
     def start_long(self) -> Future[list[GenerateResult]]:
-        """Return a request of 800 tokens that has some."""
-        before = time.monotonic()
-        self.generate(max_tokens=50)
-        took = time.monotonic() - before
+        """Return a request of 800 tokens that has some: another one, of fewer tokens, was sent later and has ended."""
         request = self.start(max_tokens=800)
-        time.sleep(took)
+        self.generate(max_tokens=8)
         return request
 
-    def sender(self) -> Sender:
+    def sender(self, api: ServerClient | None = None) -> Sender:
         places = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout_s": 60.0}
-        return Sender(self.http, [self.api], name=f"group-{time.monotonic_ns()}", **places)
+        return Sender(self.http, [api or self.api], name=f"group-{time.monotonic_ns()}", **places)
 
     def send(self, *buckets: Weights) -> None:
         sender = self.sender()
@@ -141,9 +138,9 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def serve(real_servers: RealServers, served_policy: Path, old: Weights) -> Callable[..., Served]:
+def serve(real_servers: RealServers, served_policy: Path) -> Callable[..., Served]:
     model = AutoModelForCausalLM.from_pretrained(served_policy, dtype=torch.float32).eval()
-    return lambda kind, tp=1: Served(real_servers.get(kind, tp), old, model)
+    return lambda kind, tp=1: Served(real_servers.get(kind, tp), model)
 
 
 @pytest.fixture(params=["sglang", "vllm"])
@@ -405,7 +402,7 @@ def test_an_incomplete_update_is_refused_and_a_good_one_follows(vllm: Served, ne
 def test_a_silent_sender_holds_no_server_for_ever(vllm: Served, old: Weights, new: Weights) -> None:
     hasty = VllmClient(vllm.api.url, vllm.http, secret=vllm.server.secret, timeout_s=5.0)
     vllm.run("begin_update")
-    sender = vllm.sender()
+    sender = vllm.sender(hasty)
     began = time.monotonic()
     with pytest.raises(ServerError, match="rank 0") as raised:
         vllm.http.run(hasty.update_from_distributed(Manifest.of(new), sender.name, None))

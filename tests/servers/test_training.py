@@ -214,10 +214,8 @@ def test_replayed_routing_brings_rollouts_nearer(train: Train, real_servers: Rea
     limits = ["rollout.max_logprob_diff=10", "rollout.max_prob_error=1e9", "run.export=false", "run.steps=2"]
     found = []
     for mode in ("none", "rollout"):
-        settings = [bf16, "layout.tp=1", *limits, f"loss.replay_routing={mode}", f"run.dir={tmp_path}/{mode}"]
-        run = train(policy, *settings, servers=(server,))
-        run.finish()
-        found.append([json.loads(line) for line in (tmp_path / mode / "metrics.jsonl").read_text().splitlines()][1:])
+        settings = [bf16, "layout.tp=1", *limits, f"loss.replay_routing={mode}"]
+        found.append(train(policy, *settings, servers=(server,), name=mode).finish()[1:])
     for without, replayed in zip(*found, strict=True):
         assert 0.0 < replayed[REPLACED] < 0.1
         for metric, least in (
@@ -332,7 +330,7 @@ def test_a_teacher_scores_as_transformers_does(
     kind: Kind,
 ) -> None:
     if kind == "vllm":
-        server = real_servers.get(kind)
+        server = real_servers.get(kind).restore()
         url = server.api.url
         monkeypatch.setenv(SECRET, server.secret)
     else:
