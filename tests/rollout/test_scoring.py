@@ -27,12 +27,12 @@ def group_of(tokenizer: Tokenizer, *texts: str) -> tuple[Completion, ...]:
 
 
 def prompts_of(count: int) -> list[Prompt]:
-    return [Prompt(i, np.array([3], np.int32), "", "1", "here") for i in range(count)]
+    return [Prompt(i, np.array([3], np.int32), "", "1", "here", {"add": 2 * i}) for i in range(count)]
 
 
 def test_scores_keep_the_order_of_prompts(workers: RewardWorkers, tokenizer: Tokenizer) -> None:
-    """Groups that are complete early are scored before the last is there."""
-    groups = [group_of(tokenizer, f"score {2 * i}", f"score {2 * i + 1}") for i in range(4)]
+    """Groups that are complete early are scored before the last is there. ``echo`` reads the label and columns."""
+    groups = [group_of(tokenizer, f"score {2 * i}", "echo") for i in range(4)]
     scoring = GroupScoring(workers, tokenizer, prompts_of(4), most_failures=0)
     for place in (2, 0):
         busy = scoring.look([(place, groups[place])])
@@ -41,7 +41,7 @@ def test_scores_keep_the_order_of_prompts(workers: RewardWorkers, tokenizer: Tok
         busy = scoring.look([])
     assert not busy
     found = scoring.finish(groups)
-    assert found.texts == [[f"score {2 * i}", f"score {2 * i + 1}"] for i in range(4)]
+    assert found.texts == [[f"score {2 * i}", "echo"] for i in range(4)]
     assert [[score and score.reward for score in scores] for scores in found.scores] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
