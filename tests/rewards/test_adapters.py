@@ -238,17 +238,13 @@ def test_group_function_returns_one_score_for_each_completion(file: Path) -> Non
 
 def test_functions_of_lazy_modules_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lazy_rewards.py").write_text(
-        "__all__ = ['accuracy_reward', 'broken']\n"
+        "__all__ = ['accuracy_reward']\n"
         "def __getattr__(name):\n"
         "    if name == 'accuracy_reward':\n"
         "        return lambda completions, solution, **kwargs: [float(completions == solution)]\n"
-        "    if name == 'broken':\n"
-        "        import no_such_module_at_all\n"
         "    raise AttributeError(name)\n"
     )
     monkeypatch.chdir(tmp_path)
     assert resolve("lazy_rewards:accuracy_reward")(ScoreItem("", "72", "72")) == 1.0
     with pytest.raises(UserError, match="Perhaps 'accuracy_reward' was meant"):
         resolve("lazy_rewards:accuracy_rewards")
-    with pytest.raises(UserError, match=r"cannot be imported \(ModuleNotFoundError.*no_such_module_at_all"):
-        resolve("lazy_rewards:broken")
