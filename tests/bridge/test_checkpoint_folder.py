@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
@@ -21,11 +19,10 @@ from megatron_dppo.bridge.checkpoint_folder import (
     Checksums,
     DamagedError,
     find_checkpoint,
-    iteration_name,
     latest_step,
 )
 from megatron_dppo.errors import UserError
-from tests.damage import DAMAGE, flip
+from tests.damage import DAMAGE
 
 
 @pytest.fixture
@@ -40,10 +37,6 @@ def checkpoints(tmp_path: Path) -> Path:
     return folder
 
 
-def test_iterations_have_seven_digits() -> None:
-    assert iteration_name(5) == "iter_0000005"
-
-
 def test_tracker_names_a_step_or_converted_weights(checkpoints: Path) -> None:
     assert find_checkpoint(checkpoints) == checkpoints / "iter_0000012"
     assert find_checkpoint(checkpoints / "iter_0000004") == checkpoints / "iter_0000004"
@@ -54,12 +47,6 @@ def test_tracker_names_a_step_or_converted_weights(checkpoints: Path) -> None:
         latest_step(checkpoints)
 
 
-def test_newest_step_counts_without_a_tracker(checkpoints: Path) -> None:
-    (checkpoints / TRACKER).unlink()
-    assert latest_step(checkpoints) == 12
-    assert latest_step(checkpoints / "nowhere") is None
-
-
 def test_other_folders_are_refused_with_a_hint(checkpoints: Path) -> None:
     def refuse(folder: Path) -> str:
         with pytest.raises(UserError) as caught:
@@ -67,13 +54,9 @@ def test_other_folders_are_refused_with_a_hint(checkpoints: Path) -> None:
         assert caught.value.setting == "CKPT"
         return str(caught.value)
 
-    there = "iter_0000004, iter_0000012, release"
-    assert f"has {there}" in refuse(checkpoints / "iter_0000005" / "deeper")
-    assert f"Name {checkpoints}" in refuse(checkpoints.parent)
+    assert "has iter_0000004, iter_0000012, release" in refuse(checkpoints / "iter_0000005" / "deeper")
     (checkpoints / TRACKER).write_text("5")
-    assert "names iter_0000005" in (text := refuse(checkpoints)) and there in text
-    (checkpoints / TRACKER).write_text("latest")
-    assert "says 'latest'" in refuse(checkpoints)
+    assert "names iter_0000005" in refuse(checkpoints)
     (checkpoints / TRACKER).unlink()
     assert f"neither {TRACKER}" in refuse(checkpoints)
 
@@ -108,26 +91,10 @@ def blocks_of(folder: Path) -> list[tuple[int, int]]:
     return json.loads((folder / CHECKSUMS).read_text())["files"][SHARDS]
 
 
-def test_each_tensor_is_a_block_in_the_form_of_torch(written: Path) -> None:
-    data, start = (written / SHARDS).read_bytes(), 0
-    for tensor, (end, crc) in zip(TENSORS, blocks_of(written), strict=True):
-        assert torch.equal(torch.load(io.BytesIO(data[start:end])), tensor)
-        assert zlib.crc32(data[start:end]) == crc
-        start = end
-    assert start == len(data)
-
-
-def test_whole_files_pass_in_every_share(written: Path) -> None:
-    read(written).check()
-    for share in range(3):
-        read(written).check(share=share, of=3)
-    (written / CHECKSUMS).unlink()  # as an earlier version left a checkpoint
-    assert Checksums.read(written) is None
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_noticed_and_the_file_named(written: Path, tmp_path: Path, damage: str) -> None:
     rng = random.Random(damage)
+    read(written).check()
     for name in (SHARDS, "rollouts/step.npz", "common.pt", CHECKSUMS):
         # A space behind JSON changes nothing, and an earlier version has written no checksums.
         if name == CHECKSUMS and damage in ("missing", "longer"):
@@ -139,14 +106,3 @@ def test_damage_is_noticed_and_the_file_named(written: Path, tmp_path: Path, dam
                 read(copy).check()
             assert str(caught.value).startswith(name)
             shutil.rmtree(copy)
-
-
-def test_a_block_is_checked_alone(written: Path) -> None:
-    checksums = read(written)
-    end = blocks_of(written)[0][0]
-    flip(written / SHARDS, 8 * (end + 100))
-    checksums.check_block(SHARDS, 0)
-    with pytest.raises(DamagedError, match=rf"{SHARDS} is damaged: bytes {end:,} to"):
-        checksums.check_block(SHARDS, end)
-    with pytest.raises(DamagedError, match="no tensor at byte 5"):
-        checksums.check_block(SHARDS, 5)

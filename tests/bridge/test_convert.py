@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_dppo.bridge import convert, convert_commands
-from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, TRACKER
+from megatron_dppo.bridge import convert_commands
+from megatron_dppo.bridge.checkpoint_folder import TRACKER
 from megatron_dppo.bridge.chunks import Chunk
-from megatron_dppo.bridge.convert import compare_logits, compare_tensors, logits_dtype, stored_chunks
-from megatron_dppo.bridge.mapping import entries, expected_tensors
+from megatron_dppo.bridge.convert import compare_logits, stored_chunks
+from megatron_dppo.bridge.mapping import entries
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.errors import UserError
@@ -40,16 +39,15 @@ def test_weights_may_be_cast_on_either_way(tmp_path: Path) -> None:
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == dtype
 
 
-@pytest.mark.parametrize(("other", "both"), [(torch.float64, torch.float64), (torch.float16, torch.float32)])
-def test_mixed_types_become_the_common_type(tmp_path: Path, other: torch.dtype, both: torch.dtype) -> None:
+def test_mixed_types_become_the_common_type(tmp_path: Path) -> None:
     write_qwen3(tmp_path / "source", Sizes(), dtype=torch.bfloat16)
     tensors = weights(tmp_path / "source")
     changed = "model.layers.1.self_attn.k_proj.weight"
-    tensors[changed] = torch.randn(tensors[changed].shape).to(other)
+    tensors[changed] = torch.randn(tensors[changed].shape).half()
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     assert to_megatron(tmp_path / "source", tmp_path / "megatron", "--verify", "tensors") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", "--verify", "tensors") == 0
-    assert same(weights(tmp_path / "back"), {name: tensor.to(both) for name, tensor in tensors.items()})
+    assert same(weights(tmp_path / "back"), {name: tensor.float() for name, tensor in tensors.items()})
 
 
 def test_transformers_loads_a_checkpoint_named_by_itself(tmp_path: Path) -> None:
@@ -64,12 +62,7 @@ def test_transformers_loads_a_checkpoint_named_by_itself(tmp_path: Path) -> None
     assert_same_for_transformers(tmp_path / "back", source)
 
 
-NAMES = {
-    "checkpoint": "model.embed_tokens.weight",
-    "checkpoint without checksums": "model.layers.0.self_attn.k_proj.weight",
-    "directory": "model.layers.1.mlp.up_proj.weight",
-}
-UP = NAMES["directory"]
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def parts_in_checkpoint(place: Path, shape: PolicyShape) -> dict[str, list[Chunk]]:
@@ -77,38 +70,8 @@ def parts_in_checkpoint(place: Path, shape: PolicyShape) -> dict[str, list[Chunk
     return {name: parts for entry in entries(shape) for name, parts in policy.tensors(entry).items()}
 
 
-def compare(source: Path, checkpoint: Path) -> str:
-    shape = read_shape(source)
-    policy = StoredPolicy(checkpoint, shape, "CKPT")
-    return compare_tensors(policy, source, shape, written=policy.dtype, workers=2, advance=lambda size: None)
-
-
-@pytest.mark.parametrize("form", NAMES)
-def test_a_flipped_bit_in_either_form_is_found(tmp_path: Path, form: str) -> None:
-    name = NAMES[form]
-    shape = write_qwen3(tmp_path / "source", Sizes(), shard_size="40KB")
-    assert to_megatron(tmp_path / "source", tmp_path / "megatron") == 0
-    checkpoint = tmp_path / "megatron" / "release"
-    digest = compare(tmp_path / "source", checkpoint)
-    found = f"--verify = {re.escape(name)}: differs between the two forms"
-    if form == "checkpoint without checksums":
-        (checkpoint / CHECKSUMS).unlink()
-    if form == "checkpoint":
-        found = r"CKPT = .*/release: __0_\d.distcp is damaged: bytes .* are not what was written"
-    if form == "directory":
-        part = stored_chunks(check_weights(tmp_path / "source", shape))[name]
-    else:
-        part = parts_in_checkpoint(checkpoint, shape)[name][-1]
-    for byte in (0, part.rows * part.columns * part.dtype.itemsize - 1):
-        flip(part.file, 8 * (part.start + byte))
-        with pytest.raises(UserError, match=found):
-            compare(tmp_path / "source", checkpoint)
-        flip(part.file, 8 * (part.start + byte))
-    assert compare(tmp_path / "source", checkpoint) == digest
-
-
 def flipping(write: Callable[..., None]) -> Callable[..., None]:
-    """Flip a bit of what ``write`` has written, as a failing disk would."""
+    """Flip a bit in the last byte of a tensor that ``write`` has written, as a failing disk would."""
 
     def write_and_flip(*arguments: object, **options: object) -> None:
         write(*arguments, **options)
@@ -117,7 +80,7 @@ def flipping(write: Callable[..., None]) -> Callable[..., None]:
             part = parts_in_checkpoint(out / "release", read_shape(out / "hf"))[UP][0]
         else:
             part = stored_chunks(check_weights(out, read_shape(out)))[UP]
-        flip(part.file, 8 * (part.start + 5))
+        flip(part.file, 8 * (part.start + part.rows * part.columns * part.dtype.itemsize - 1))
 
     return write_and_flip
 
@@ -143,22 +106,6 @@ def test_wrongly_written_weights_are_never_put_in_place(
         assert problem in printed_error(capsys)
         assert contents(tmp_path) == before
         assert convert(origin, out, "--verify", "tensors", *options) == 0
-
-
-def test_logits_are_computed_in_a_type_within_memory(tmp_path: Path) -> None:
-    shape = write_qwen3(tmp_path, Sizes())
-    count = sum(torch.Size(size).numel() for size in expected_tensors(shape).values())
-
-    def choose(stored: torch.dtype, free: float) -> torch.dtype:
-        with patch.object(convert.psutil, "virtual_memory") as memory:
-            memory.return_value.available = free * count
-            return logits_dtype(shape, stored)
-
-    assert choose(torch.bfloat16, 8) is torch.float32
-    assert choose(torch.bfloat16, 5) is torch.bfloat16
-    for stored, free in ((torch.bfloat16, 3), (torch.float16, 5)):
-        with pytest.raises(UserError, match="--verify tensors"):
-            choose(stored, free)
 
 
 def tell_models_apart(source: Path, checkpoint: Path) -> None:

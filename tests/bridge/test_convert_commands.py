@@ -24,7 +24,7 @@ from tests.bridge.conversions import contents, printed_error, to_hf, to_megatron
 from tests.bridge.directories import Sizes, write_qwen3
 from tests.damage import UNUSABLE
 
-LAST, SHARDS = "model-00002-of-00002.safetensors", "__0_0.distcp"
+SHARDS = "__0_0.distcp"
 Convert = Callable[..., int]
 
 
@@ -49,14 +49,10 @@ def set_config(folder: Path, **changes: object) -> None:
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 BAD_ORIGINS: list[tuple[Convert, Callable[[Path], object], str]] = [
-    (to_megatron, lambda at: set_config(at, head_dim=8), "has shape [6], but config.json makes it [8]"),
-    (to_megatron, lambda at: set_config(at, architectures=["MambaForCausalLM"]), "Mamba"),
     (to_megatron, shutil.rmtree, "is not a directory"),
     (to_hf, lambda at: (at / "release/metadata.json").unlink(), "no checkpoint in Megatron's distributed"),
     (to_hf, lambda at: shutil.rmtree(at / "hf"), "there is no hf/ with the model's config.json"),
-    (to_hf, lambda at: set_config(at / "hf", num_hidden_layers=3), "has shape [2, 24], but config.json makes it"),
     (to_hf, lambda at: set_config(at / "hf", **QWEN2), "decoder.layers.self_attention.linear_qkv.bias is missing"),
-    (to_hf, lambda at: set_config(at / "hf", tie_word_embeddings=True), "output_layer.weight is no part of a Qwen3"),
 ]
 
 
@@ -70,42 +66,30 @@ def test_a_bad_origin_is_refused(
     problem: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (checkpoint / "release" / CHECKSUMS).unlink()  # as an earlier version left a checkpoint
     origin, out = source if convert is to_megatron else checkpoint, tmp_path / "out"
     assert convert(origin, out) == 0
-    assert ("has no checksums.json, as its writer left one" in capsys.readouterr().err) == (convert is to_hf)
     before = contents(out)
     damage(origin)
     for place, options in {out: ["--overwrite"], tmp_path / "absent": []}.items():
         assert convert(origin, place, *options) == 2
-        text = printed_error(capsys)
-        assert text.startswith(
-            f"error: HF = {source} " if convert is to_megatron else ("error: CKPT = ", "error: --hf")
-        )
-        assert problem in text
+        assert problem in printed_error(capsys)
     assert contents(out) == before
     assert {path.name for path in tmp_path.iterdir()} <= {"source", "checkpoint", "out"}
 
 
-DAMAGED = [
-    (METADATA, True, METADATA),
-    (SHARDS, True, SHARDS),
-    (CHECKSUMS, True, CHECKSUMS),
-    (METADATA, False, METADATA),
-    (SHARDS, False, f"{SHARDS} |embedding.word_embeddings.weight cannot be read"),
-]
-"""A file, whether there are checksums (earlier versions wrote none), and the text of the refusal."""
-
-
-@pytest.mark.parametrize(("name", "checked", "said"), DAMAGED)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [(METADATA, METADATA), (SHARDS, f"{SHARDS} |embedding.word_embeddings.weight cannot be read")],
+)
 def test_a_damaged_file_is_named_and_nothing_is_written(
-    checkpoint: Path, tmp_path: Path, name: str, checked: bool, said: str, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = checkpoint / "release"
-    if not checked:
-        (place / CHECKSUMS).unlink()
+    (place / CHECKSUMS).unlink()  # as an earlier version left a checkpoint
+    assert to_hf(checkpoint, tmp_path / "absent", "--dry-run") == 0
+    assert "has no checksums.json, as its writer left one" in capsys.readouterr().err
     whole = (place / name).read_bytes()
-    for damage in UNUSABLE.keys() - {"missing" if name == CHECKSUMS else ""}:
+    for damage in UNUSABLE:
         UNUSABLE[damage](place / name, random.Random(damage))
         before = contents(tmp_path)
         assert to_hf(checkpoint, tmp_path / "absent") == 2
@@ -120,8 +104,7 @@ def test_a_damaged_file_is_named_and_nothing_is_written(
 def test_only_conversions_are_replaced_and_only_when_asked(
     source: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hf, run, kept = tmp_path / "hf", tmp_path / "run/checkpoints", tmp_path / "kept"
-    assert to_hf(checkpoint, hf) == 0
+    run, kept = tmp_path / "run/checkpoints", tmp_path / "kept"
     shutil.copytree(checkpoint / "release", run / "iter_0000004")
     (run / TRACKER).write_text("4\n")
     for origin in (checkpoint, source):
@@ -132,20 +115,16 @@ def test_only_conversions_are_replaced_and_only_when_asked(
     before = contents(tmp_path)
     of_either = {
         run: "is there already and is no",
-        run.parent: "is there already and is no",
         tmp_path / "file": "is there already and is no",
         kept: "in it, which is no part of a",
         Path("/proc"): "is a whole file system",
-        Path("/proc/out"): "",
-        tmp_path / "file" / "out": "was not written",
     }
     refusals = [
         (convert, out, ["--overwrite"], text) for convert in (to_megatron, to_hf) for out, text in of_either.items()
     ]
     refusals += [(to_megatron, out, ["--overwrite"], "is read from") for out in (source, tmp_path, tmp_path / "link")]
-    of_checkpoint = (checkpoint / "release", checkpoint / "hf", checkpoint)
-    refusals += [(to_hf, out, ["--overwrite"], "is read from there") for out in of_checkpoint]
-    refusals += [(to_megatron, checkpoint, [], "is there already"), (to_hf, hf, [], "is there already")]
+    refusals += [(to_hf, checkpoint / name, ["--overwrite"], "is read from there") for name in ("release", "hf", ".")]
+    refusals += [(to_megatron, checkpoint, [], "is there already"), (to_hf, source, [], "is there already")]
     for convert, out, options, text in refusals:
         assert convert(source if convert is to_megatron else checkpoint, out, *options) == 2
         error = printed_error(capsys)
@@ -165,18 +144,11 @@ def test_a_directory_behind_a_link_is_replaced(source: Path, checkpoint: Path, t
 def test_a_dry_run_prints_the_plan_and_writes_nothing(
     source: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, out = contents(tmp_path), tmp_path / "out"
-    assert to_megatron(source, out, "--dry-run", "--workers", "3") == 0
-    assert to_hf(checkpoint, out, "--dry-run", "--verify", "--shard-gb", "4e-5") == 0
-    printed = capsys.readouterr().out
-    assert "memory: at most 3.8 MiB of weights at a time, in 3 workers" in printed
-    assert "then the whole model for its logits, 0.02 million weights in float32" in printed
-    assert SHARDS in printed and LAST in printed
+    before = contents(tmp_path)
+    for convert, origin, file in ((to_megatron, source, SHARDS), (to_hf, checkpoint, "model.safetensors")):
+        assert convert(origin, tmp_path / "out", "--dry-run") == 0
+        assert file in capsys.readouterr().out
     assert contents(tmp_path) == before
-    for option in (["--workers", "0"], ["--shard-gb", "nan"], ["--shard-gb", "-1"], ["--dtype", "int8"]):
-        with pytest.raises(SystemExit) as caught:
-            to_hf(checkpoint, out, *option)
-        assert caught.value.code == 2
 
 
 def test_a_conversion_imports_neither_megatron_nor_transformers(source: Path) -> None:
@@ -207,15 +179,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[Convert, Path]:
 def convert(request: pytest.FixtureRequest, large: dict[Convert, Path]) -> Convert:
     """A conversion of either kind to a given place."""
     return partial(request.param, large[request.param])
-
-
-def test_too_small_a_disk_is_noticed_beforehand(
-    convert: Convert, small_disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (small_disk / "ballast").write_bytes(bytes(4 << 20))
-    assert convert(small_disk / "out") == 2
-    assert "are to be written, and" in printed_error(capsys)
-    assert list(small_disk.iterdir()) == [small_disk / "ballast"]
 
 
 @pytest.mark.parametrize("free_kb", [5000, 6, 0])

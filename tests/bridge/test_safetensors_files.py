@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,16 +38,6 @@ def overwrite(name: str, content: bytes) -> Callable[[Path], object]:
     return lambda path: (path / name).write_bytes(content)
 
 
-def retype(path: Path) -> None:
-    """Make the type of a tensor a list."""
-    content = (path / SINGLE).read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header[UP]["dtype"] = ["F32"]
-    text = json.dumps(header).encode()
-    (path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-
-
 def misname_in_index(path: Path) -> None:
     (path / INDEX).write_text((path / INDEX).read_text().replace(UP, UPP))
 
@@ -62,14 +50,6 @@ def refuse(path: Path, shape: PolicyShape) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("shard_size", [WHOLE, SHARDED])
-def test_directories_of_transformers_are_accepted(tmp_path: Path, shard_size: str) -> None:
-    shape = write_qwen3(tmp_path, Sizes(), shard_size=shard_size)
-    assert len(list(tmp_path.glob("*.safetensors"))) == (2 if shard_size == SHARDED else 1)
-    found = check_weights(tmp_path, shape)
-    assert {name: found[name].shape for name in expected_tensors(shape)} == expected_tensors(shape)
-
-
 def test_a_tied_output_layer_has_to_be_the_embedding(tmp_path: Path) -> None:
     shape = replace(write_qwen3(tmp_path, Sizes()), tied=True)
     assert "lm_head.weight differs from model.embed_tokens.weight" in refuse(tmp_path, shape)
@@ -79,14 +59,8 @@ def test_a_tied_output_layer_has_to_be_the_embedding(tmp_path: Path) -> None:
 
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     (WHOLE, lambda at: (at / SINGLE).unlink(), f"holds neither {SINGLE} nor {INDEX}"),
-    (WHOLE, shutil.rmtree, "is no directory"),
-    (SHARDED, lambda at: (at / LAST).write_bytes((at / LAST).read_bytes()[:300]), f"{LAST} is truncated"),
     (WHOLE, overwrite(SINGLE, b"version https://git-lfs.github.com/spec/v1"), f"{SINGLE} is no safetensors file"),
-    (WHOLE, overwrite(SINGLE, b"\2" + b"\0" * 7 + b"[]"), f"{SINGLE} is no safetensors file"),
-    (WHOLE, retype, f"{SINGLE} is no safetensors file (the type of"),
-    (SHARDED, overwrite(INDEX, b""), f"{INDEX} is no index"),
     (SHARDED, overwrite(INDEX, b"{}"), f"{INDEX} is no index"),
-    (SHARDED, overwrite(INDEX, b'{"weight_map": {"a": 1}}'), f"{INDEX} is no index"),
     (SHARDED, misname_in_index, f"{INDEX} says that {UPP} is in {LAST}, where it is not (nearest name: {UP})"),
     (WHOLE, rewrite(lambda of: of.update({UPP: of.pop(UP)})), f"{UP} is missing (nearest name: {UPP})"),
     (

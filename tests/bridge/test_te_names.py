@@ -14,15 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.bridge.load import load_checkpoint, load_policy, model_state, sharding
+from megatron_dppo.bridge.load import load_policy
 from megatron_dppo.bridge.mapping import entries, expected_tensors
 from megatron_dppo.bridge.stream import weight_stream
 from megatron_dppo.config import LayoutConfig, ModelConfig
-from megatron_dppo.models.layer_specs import Spec, transformer_engine_installed
-from megatron_dppo.models.policy import PolicyModel, build_policy
-from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.parallel.world import World, initialize
-from megatron_dppo.trainer.shard_writer import ShardWriter
+from megatron_dppo.models.layer_specs import transformer_engine_installed
+from megatron_dppo.models.policy import build_policy
+from megatron_dppo.models.shape import read_shape
+from megatron_dppo.parallel.world import initialize
 from tests.bridge.record_te import POLICIES, RECORDING, TPS, layout_of, making, names, record
 from tests.ranks import RankPool
 
@@ -44,13 +43,6 @@ def test_every_parameter_of_te_is_a_row_of_the_table(tmp_path: Path, family: str
 
 
 @pytest.mark.parametrize("family", POLICIES)
-def test_the_table_knows_the_keys_of_te_checkpoints(tmp_path: Path, family: str) -> None:
-    recorded = {key: tuple(size) for key, size in RECORDED[family]["checkpoint"].items()}
-    weights = {part.key: part.stored_shape for entry in entries(POLICIES[family](tmp_path)) for part in entry.stored}
-    assert weights == {key: size for key, size in recorded.items() if not key.startswith("optimizer.")}
-
-
-@pytest.mark.parametrize("family", POLICIES)
 def test_a_checkpoint_of_torch_layers_has_te_keys_and_shapes(ranks: RankPool, tmp_path: Path, family: str) -> None:
     recorded = {key: tuple(size) for key, size in RECORDED[family]["checkpoint"].items()}
     POLICIES[family](tmp_path / "policy")
@@ -65,35 +57,18 @@ def test_transformer_engine_still_has_the_recorded_names(ranks: RankPool, family
     assert record(ranks, POLICIES[family]) == RECORDED[family]
 
 
-def policy(spec: Spec, shape: PolicyShape, layout: LayoutConfig, world: World) -> PolicyModel:
-    """Build a policy with NaN wherever loading leaves anything out."""
-    with making(spec):
-        (model,) = build_policy(shape, ModelConfig(spec=spec), layout, temperature=1.0)
+def through_te(rank: int, size: int, path: Path, layout: LayoutConfig) -> list[str]:
+    """Return the tensors that come back changed, or not at all, from layers of Transformer Engine's."""
+    world, shape = initialize(layout, seed=1, timeout_s=60.0), read_shape(path)
+    with making("te"):
+        (model,) = build_policy(shape, ModelConfig(spec="te"), layout, temperature=1.0)
     model.to(world.device)
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    return model
-
-
-def through_te(rank: int, size: int, path: Path, layout: LayoutConfig, folder: Path | None) -> list[str]:
-    """Return the tensors that come back changed, or not at all, from layers of Transformer Engine's.
-
-    Args:
-        folder: for a checkpoint of torch's layers to load from; None: to load from the directory itself.
-    """
-    world, shape = initialize(layout, seed=1, timeout_s=60.0), read_shape(path)
-    te = policy("te", shape, layout, world)
-    if folder is None:
-        world.together(lambda: load_policy([te], path, world))
-    else:
-        ours = policy("torch", shape, layout, world)
-        world.together(lambda: load_policy([ours], path, world))
-        ShardWriter(model_state([ours], sharding()), folder, background=False).finish()
-        world.wait_for_all("checkpoint")
-        load_checkpoint([te], folder, world)
+    world.together(lambda: load_policy([model], path, world))
     left = load_file(path / "model.safetensors")
     assert left.keys() == expected_tensors(shape).keys()
-    for bucket in weight_stream([te], world):
+    for bucket in weight_stream([model], world):
         for name in [name for name, tensor in bucket.items() if torch.equal(tensor.cpu(), left[name])]:
             del left[name]
     return list(left)
@@ -102,12 +77,6 @@ def through_te(rank: int, size: int, path: Path, layout: LayoutConfig, folder: P
 @needs_transformer_engine
 @pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize("family", POLICIES)
-@pytest.mark.parametrize("source", ["directory", "checkpoint of torch layers"])
-def test_round_trip_through_te_is_the_identity(
-    ranks: RankPool, tmp_path: Path, source: str, family: str, tp: int
-) -> None:
-    POLICIES[family](tmp_path / "policy")
-    folder = None if source == "directory" else tmp_path / "checkpoint"
-    if folder:
-        folder.mkdir()
-    assert ranks.run(tp, through_te, tmp_path / "policy", layout_of(tp), folder) == [[]] * tp
+def test_round_trip_through_te_is_the_identity(ranks: RankPool, tmp_path: Path, family: str, tp: int) -> None:
+    POLICIES[family](tmp_path)
+    assert ranks.run(tp, through_te, tmp_path, layout_of(tp)) == [[]] * tp

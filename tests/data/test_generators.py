@@ -45,17 +45,8 @@ def test_a_worked_answer_forgets_a_carry_only_when_told() -> None:
     forgetful = Sum((5, 8, 6), (True, True))  # the first addition carries, the second does not
     assert forgetful.worked_answer == "5+8=3\n3+6=9\n#9"
     assert forgetful.label == "19"
+    assert dataclasses.replace(forgetful, short=True).worked_answer == "#19"
     assert all(problem.worked_answer.endswith(f"#{problem.label}") for problem in make_sums(CONFIG)[0])
-
-
-def test_short_answers_are_right_and_change_no_problem() -> None:
-    mixed = make_sums(replace(CONFIG, forgotten_carries=0.5, short_answers=0.3))[0]
-    short = [problem for problem in mixed if problem.short]
-    assert 0.2 < len(short) / len(mixed) < 0.4
-    assert all(problem.worked_answer == f"#{problem.label}" for problem in short)
-    assert all("\n" in problem.worked_answer for problem in mixed if not problem.short)
-    plain = make_sums(replace(CONFIG, forgotten_carries=0.5))[0]
-    assert [dataclasses.replace(problem, short=False) for problem in mixed] == plain
 
 
 def test_all_distinct_sums_can_be_used_up_but_no_more() -> None:
@@ -84,15 +75,15 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gym")
 def test_pools_share_no_question_and_grow_without_change() -> None:
-    train, held_out = (make_problems(GYM, split=split) for split in ("train", "eval"))
+    def questions_of(split: str, **changes: int) -> list[str]:
+        return [row["prompt"] for row in make_problems(replace(GYM, **changes), split=split)]
+
+    train, held_out = questions_of("train"), questions_of("eval")
     assert (len(train), len(held_out)) == (60, 15)
-    asked = [row["prompt"] for row in (*train, *held_out)]
-    assert len({*asked}) == 75
-    assert [row["prompt"] for row in make_problems(GYM, split="train")] == asked[:60]
-    assert [row["prompt"] for row in make_problems(replace(GYM, seed=8), split="train")] != asked[:60]
-    larger = make_problems(replace(GYM, problems=90), split="eval")
-    assert [row["prompt"] for row in larger] == asked[60:]
-    sources = [row["data_source"].partition("/")[2] for row in train]
+    assert len({*train, *held_out}) == 75
+    assert questions_of("train") == train != questions_of("train", seed=8)
+    assert questions_of("eval", problems=90) == held_out
+    sources = [row["data_source"].partition("/")[2] for row in make_problems(GYM, split="train")]
     assert {sources.count(task) for task in TASKS} == {20}
 
 

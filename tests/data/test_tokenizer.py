@@ -44,7 +44,6 @@ def test_a_malformed_stop_names_the_file(tmp_path: Path, tokenizer: Tokenizer, c
     [
         ("config.json", {"vocab_size": 100}, "its tokenizer has the token id 100, and the embedding has 100 rows"),
         ("tokenizer_config.json", {"pad_token": "<pad>"}, "its tokenizer has the token id "),
-        ("config.json", {"eos_token_id": -1}, "eos_token_id in config.json has the token id -1, and"),
     ],
 )
 def test_a_token_without_a_row_in_the_embedding_is_refused(
@@ -52,12 +51,11 @@ def test_a_token_without_a_row_in_the_embedding_is_refused(
 ) -> None:
     """The tokenizer has as many tokens as there are rows. Transformers adds a padding token that it does not know."""
     folder = shutil.copytree(model, tmp_path / "policy")
-    stop_token_ids(folder, tokenizer := load_tokenizer(folder))
-    written = json.loads((folder / "config.json").read_text()) | {"vocab_size": len(tokenizer)}
-    (folder / "config.json").write_text(json.dumps(written))
     (folder / "generation_config.json").unlink(missing_ok=True)
-    before = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
-    (folder / file).write_text(json.dumps(before | settings))
+    vocabulary = {"vocab_size": len(load_tokenizer(folder))}
+    for name, changes in (("config.json", vocabulary), (file, settings)):
+        stop_token_ids(folder, load_tokenizer(folder))
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
     with pytest.raises(UserError) as caught:
         stop_token_ids(folder, load_tokenizer(folder))
     assert caught.value.setting == "model.path" and problem in caught.value.problem

@@ -82,7 +82,6 @@ def test_an_open_turn_of_the_policy_is_closed(tokenizer: Tokenizer) -> None:
     ("template", "messages", "words"),
     [
         (OF_LAST, [*ASKED, assistant("7"), MORE], r"\(user\) for which the chat template changes what stands"),
-        ("{{ raise_exception('no') }}", [*ASKED, assistant("7"), MORE], r"fail in the chat template \(no\)"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", [*ASKED, assistant("7"), MORE], "the chat template"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", [*ASKED, assistant("7")], "with nothing between"),
         (CHAT_TEMPLATE, [*ASKED, assistant("8"), MORE], "about other messages than the conversation has"),
@@ -118,7 +117,6 @@ def test_a_replay_finds_an_environment_of_other_answers() -> None:
         ([[], [5, 4]], False, "answered"),
         ([[], [5, 5, 6]], True, "answered"),
         ([[], [5, 5], [6]], False, "went on"),
-        ([[], [5, 5], [7]], True, "answered"),
         ([[], [5, 5]], False, "ended"),
     ):
         with pytest.raises(OtherAnswerError, match=f"The environment {did}, otherwise than when"):
@@ -131,14 +129,12 @@ FIND = {"type": "function", "function": {"name": "find", "description": "Finds."
 
 
 def test_each_prompt_is_rendered_with_the_rows_tools(load: Load, calling: Tokenizer) -> None:
-    tools: list[Any] = [[ADD], [FIND, ADD], json.dumps([FIND]), None, []]
-    hi = [{"role": "user", "content": "Hi"}]
-    pool = load([{"prompt": "Hi", "label": "1", "tools": each} for each in tools], calling)
-    plain = [json.loads(each) if isinstance(each, str) else each for each in tools]
-    options = {"add_generation_prompt": True, "tokenize": False}
-    expected = [calling.apply_chat_template(hi, tools=each or None, **options) for each in plain]
-    assert [prompt.text for prompt in pool] == expected and len({*expected}) == 4
-    assert '{"type": "function", "function": {"name": "add"' in pool[0].text
+    given: list[Any] = [[FIND, ADD], json.dumps([FIND]), None, []]
+    tools = [[FIND, ADD], [FIND], None, None]
+    pool = load([{"prompt": "Hi", "label": "1", "tools": each} for each in given], calling)
+    hi, options = [{"role": "user", "content": "Hi"}], {"add_generation_prompt": True, "tokenize": False}
+    assert [prompt.text for prompt in pool] == [calling.apply_chat_template(hi, tools=t, **options) for t in tools]
+    assert '{"type": "function", "function": {"name": "find"' in pool[0].text
 
 
 @pytest.mark.parametrize("given", ["hammer", [{"a": 1}]])

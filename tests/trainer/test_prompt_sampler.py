@@ -295,18 +295,6 @@ def test_sources_have_weighted_shares_in_full_passes(case: tuple[Sources, list[i
             assert max(of.values()) - min(of.values()) <= 1  # an epoch begins after equally many visits of all
 
 
-@settings(max_examples=100, deadline=None)
-@given(CASES, st.data())
-def test_a_resumed_order_is_the_undisturbed_order(case: tuple[Sources, list[int]], data: st.DataObject) -> None:
-    sources, windows = case
-    cut = data.draw(st.integers(0, len(windows)))
-    whole, first, second = (order_of(sources, 5) for _ in range(3))
-    expected = [whole.next_window(n).tolist() for n in windows]
-    before = [first.next_window(n).tolist() for n in windows[:cut]]
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert before + [second.next_window(n).tolist() for n in windows[cut:]] == expected
-
-
 def test_epochs_seeds_and_sources_differ() -> None:
     order = PromptOrder([50], 1)
     first, second = order.next_window(50).tolist(), order.next_window(50).tolist()
@@ -328,7 +316,7 @@ def test_a_second_draw_of_a_step_repeats_no_prompt() -> None:
     assert {counts[prompt] for prompt in range(10)} == {4, 5}, "49 visits are five epochs but for one prompt"
 
 
-def test_other_pools_seeds_and_sizes_are_refused() -> None:
+def test_the_order_of_another_pool_or_seed_is_refused() -> None:
     state = PromptOrder([14], 0).state_dict()
     for order, words in (
         (PromptOrder([6], 0), r"data\.train"),
