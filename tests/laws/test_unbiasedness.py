@@ -1,8 +1,8 @@
 """Law 2: the expected pruned gradient of a real model is the full gradient, integrated over the draws, never sampled.
 
 Prompts are selected, the step is planned, packs are built, a torch model scores them, and the loss is differentiated.
-Only the uniform number of each draw is put in, and integrated over. Each classic mistake, made on purpose on the same
-way, is seen to be biased.
+Only the uniform number of each draw is put in, and integrated over. Two classic mistakes, made on purpose on the same
+way, are seen to be biased.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from megatron_dppo import config as cfg
-from megatron_dppo import prune
 from megatron_dppo.config import Config, DistillationConfig, PackConfig, PromptPruningConfig
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.advantages import group_advantages
@@ -30,7 +29,7 @@ from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, prompt_rule, select
 from megatron_dppo.rl.pruning.sampling import DRAWS
-from megatron_dppo.rl.types import Bools, Floats, MinibatchPlan, Selection, StepMetadata, TrainingSamples
+from megatron_dppo.rl.types import Bools, Floats, MinibatchPlan, Selection, StepMetadata
 from tests.rl.integration import FixedOffset, FixedUniforms, all_plans, just_above, just_below, outcomes, recorded_draws
 from tests.rl.plans import Foretold, plan, step_config, step_metadata, training_sample
 
@@ -40,6 +39,8 @@ EVERYTHING = Selection(WINDOW, np.ones(PROMPTS), window=PROMPTS)
 TEACHER = DistillationConfig(teacher="T", coef=0.5)
 ALONE = DistillationConfig(teacher="T", use_task_rewards=False)
 LAYOUT = {"replicas": 2, "align": 2}
+RATIOS = [0.3, 1.0]
+"""Mean and deviation of a teacher's log-ratios, as a planner may guess them: no guess makes a gradient biased."""
 
 
 class Policy(torch.nn.Module):
@@ -74,24 +75,9 @@ class World:
     """Whether the teacher scores sampled tokens alone, as a server does."""
     truncated: Bools = field(default_factory=lambda: np.zeros((PROMPTS, SAMPLES), bool))
 
-    def log_ratio(self, prompt: int, sample: int) -> tuple[float, float]:
-        """Return mean and deviation over a completion's tokens, as the planner knows them."""
-        if not self.taught[prompt] or not self.serves:
-            return 0.0, float(self.taught[prompt])
-        response = self.responses[prompt][sample]
-        tokens = np.concatenate([self.prompts[prompt], response])
-        with torch.no_grad():
-            said = self.reference(tokens[:-1], np.arange(len(tokens) - 1))[-len(response) :]
-        own = self.engine_logprobs[prompt][sample].astype(np.float64)
-        ratio = said[range(len(response)), response].numpy() - own
-        weight = np.expm1(own) ** 2
-        mean = np.average(ratio, weights=weight)
-        return mean, np.sqrt(np.average((ratio - mean) ** 2, weights=weight))
-
     def metadata(self, selection: Selection) -> StepMetadata:
         ids = selection.prompt_ids
         norms = [[np.linalg.norm(np.expm1(self.engine_logprobs[q][i])) for i in range(SAMPLES)] for q in ids]
-        ratios = [[self.log_ratio(q, i) for i in range(SAMPLES)] for q in ids]
         return step_metadata(
             len(ids),
             SAMPLES,
@@ -102,7 +88,7 @@ class World:
             response_lengths=np.array([[len(response) for response in self.responses[q]] for q in ids]),
             rewards=self.rewards[ids],
             score_norms=np.array(norms),
-            log_ratios=np.array(ratios).reshape(-1, SAMPLES, 2),
+            log_ratios=np.tile(self.taught[ids, None, None] * RATIOS, (SAMPLES, 1)),
             truncated=self.truncated[ids],
         )
 
@@ -133,7 +119,7 @@ def gradient(
 ) -> torch.Tensor:
     """Return the gradient of one minibatch, as a trainer computes it; [parameters]."""
     world.policy.zero_grad()
-    samples = minibatch.samples if mistake != "advantages of what was kept" else recompute(metadata, minibatch.samples)
+    samples = minibatch.samples
     prompt = metadata.prompt_ids[samples.group]
     inside = mistake == "weight inside the clip"
     total = torch.zeros((), dtype=torch.float64)
@@ -179,15 +165,6 @@ def gradient(
     if total.requires_grad:
         total.backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in world.policy.parameters()])
-
-
-def recompute(metadata: StepMetadata, samples: TrainingSamples) -> TrainingSamples:
-    """Return samples whose advantages come from what is left of their groups."""
-    result = np.zeros(len(samples.group))
-    for group in np.unique(samples.group):
-        left = samples.group == group
-        result[left] = group_advantages(metadata.rewards[group, samples.completion[left]][None], normalise=True)[0]
-    return replace(samples, advantage=result[:, None])
 
 
 def select_from(world: World, config: PromptPruningConfig, rng: object) -> Selection:
@@ -323,9 +300,7 @@ def test_paper_rule_is_unbiased_over_all_of_its_masks(world):
     assert relative_error(small, settings("none", "threshold", name="dapo")) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "mistake", ["divided by what was kept", "weight inside the clip", "advantages of what was kept"]
-)
+@pytest.mark.parametrize("mistake", ["divided by what was kept", "weight inside the clip"])
 def test_classic_mistake_is_biased(world, mistake):
     assert relative_error(world, settings("neyman", "neyman", name="grpo"), mistake) > 0.02
 
@@ -347,19 +322,12 @@ def draw_for_plan(world: World, rule: str, rng: object) -> Floats:
     return (pruned.weight * inclusion[:, None])[pruned.kept]
 
 
-def draw_for_trainer(world: World, rule: str, rng: object) -> Floats:
-    lengths = [[len(response) for response in group] for group in world.responses]
-    mask, weights = prune(lengths, world.rewards, rule=rule, seed=rng)
-    return weights[mask]
-
-
 def draw_prompts(world: World, rule: str, rng: object) -> Floats:
     return 1.0 / select_from(world, PromptPruningConfig(rule=rule, keep=0.6), rng).inclusion
 
 
 UNITS = [
     *((draw_for_plan, COMPLETION_RULES, rule) for rule in COMPLETION_RULES),
-    *((draw_for_trainer, COMPLETION_RULES, rule) for rule in COMPLETION_RULES),
     *((draw_prompts, PROMPT_RULES, rule) for rule in PROMPT_RULES),
 ]
 GRAIN = 1e-11
@@ -368,10 +336,9 @@ GRAIN = 1e-11
 
 @pytest.mark.parametrize("way", DRAWS)
 @pytest.mark.parametrize(("draw_units", "rules", "name"), UNITS)
-def test_units_are_kept_with_the_probability_of_their_weight(world, monkeypatch, draw_units, rules, name, way):
+def test_units_are_kept_with_the_probability_of_their_weight(world, draw_units, rules, name, way):
     """Numbers next to the bounds of each inclusion probability keep and drop the unit, whose weight is 1/π exactly."""
-    rule, generator = replace(rules[name], draw=DRAWS[way]), np.random.default_rng
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: generator(seed) if isinstance(seed, int) else seed)
+    rule = replace(rules[name], draw=DRAWS[way])
 
     def draw_with(rng: object) -> tuple[Floats, Bools]:
         with recorded_draws(rules, name, rule) as drawn:
@@ -381,7 +348,7 @@ def test_units_are_kept_with_the_probability_of_their_weight(world, monkeypatch,
             np.testing.assert_array_equal(np.sort(weights), np.sort(1.0 / inclusion[kept]))
         return inclusion, kept
 
-    inclusion, _ = draw_with(generator(0))
+    inclusion, _ = draw_with(np.random.default_rng(0))
     if way == "bernoulli":
         np.testing.assert_array_equal(draw_with(FixedUniforms(just_below(inclusion)))[1], inclusion > 0.0)
         np.testing.assert_array_equal(draw_with(FixedUniforms(just_above(inclusion)))[1], inclusion == 1.0)

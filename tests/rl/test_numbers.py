@@ -52,11 +52,8 @@ def test_scalars_of_every_kind_are_numbers(value: object, number: float | None) 
 def test_truth_is_true_or_one(value: object) -> None:
     assert as_truth(value) is True
     assert as_truth(1 - as_number(value)) is False
-
-
-@pytest.mark.parametrize("value", ["true", "1", 2, -1, np.array([True]), [True], object()], ids=repr)
-def test_other_values_are_neither_true_nor_false(value: object) -> None:
-    assert as_truth(value) is None
+    for other in ("true", 2, -1, np.array([True]), object()):
+        assert as_truth(other) is None
 
 
 def test_masks_are_true_and_false() -> None:
@@ -93,27 +90,20 @@ def test_more_than_rounding_is_an_advantage(scale: float) -> None:
     np.testing.assert_allclose(found, [[3**-0.5, -(3**0.5), 3**-0.5, 3**-0.5]], rtol=1e-6)
 
 
-def test_equal_rewards_beside_others_have_equal_advantages() -> None:
-    rewards = np.array([[1.0, *EQUAL[0]], [0.3, 0.3, 0.0, *SINGLE[0, :2]]])
-    one, two = group_advantages(rewards, normalise=True)
-    assert len(set(one[1:])) == 1 and one[0] > 0.0
-    assert len(set(two)) == 3 and two[0] == two[1] and two[3] == two[4]
-
-
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_no_baseline_makes_an_advantage_of_rounding(name: str) -> None:
     rewards = np.array([[*EQUAL[0], 7.0], [*EQUAL[0, ::-1], -7.0]])
     found = minibatch_advantages(rewards, np.ones(2), OBJECTIVES[name], np.arange(5) < np.array([[4], [4]]))
     assert (found == 0.0).all(), "the last column takes no part"
+    tenths = np.full((3, 7), 0.1)
+    assert tenths[0].mean() != 0.1 and not minibatch_advantages(tenths, np.ones(3), OBJECTIVES[name]).any()
 
 
-@pytest.mark.parametrize("baseline", ["mixed", "depth"])
-def test_tree_has_no_advantage_of_rounding(baseline: str) -> None:
-    tree = TreeConfig(branches=(BranchConfig(at=1, children=2),), baseline=baseline)
+def test_tree_has_no_advantage_of_rounding() -> None:
+    tree = TreeConfig(branches=(BranchConfig(at=1, children=2),), baseline="depth")
     segments = np.zeros((1, 4, 2), SEGMENT)
     segments["tokens"], segments["weight"] = (1, 2), 1.0
     assert (tree_advantages(EQUAL, segments, tree) == 0.0).all()
-    assert tree_advantages(EQUAL + ONE_MORE, segments, tree).any()
 
 
 def test_rounding_makes_no_mixed_group() -> None:
@@ -144,6 +134,7 @@ def test_forecast_takes_rounding_for_equality() -> None:
 
 
 def test_ones_and_zeros_are_exact_and_padding_stays() -> None:
+    assert len(np.unique(without_rounding(np.array([[1.0, *EQUAL[0], 0.0, *SINGLE[0, :2]]])))) == 4
     rewards = np.array([[1.0 - 2**-53, 2.0**-60, 0.5, 3.0], [-0.0, 0.0, 0.0, np.nan]])
     np.testing.assert_array_equal(without_rounding(rewards, PADDED), [[1.0, 0.0, 0.5, 3.0], [0.0, 0.0, 0.0, np.nan]])
 

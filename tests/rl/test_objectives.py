@@ -1,74 +1,24 @@
-"""Every objective is its paper's formula, written out by sequences and differentiated on transformers' own model.
+"""Every objective is its paper's formula, written out by sequences and differentiated by the tokens' log-probabilities.
 
-Plan, packs and losses are the project's. The policy before the step and the engine differ from the policy, so that some
-tokens are clipped, truncated or masked and some are not.
+Plan and losses are the project's. The policy before the step and the engine differ from the policy, so that some tokens
+are clipped, truncated or masked and some are not.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_dppo.config import LossConfig, PackConfig
+from megatron_dppo.config import LossConfig
 from megatron_dppo.rl.losses import token_losses
-from megatron_dppo.rl.objectives import (
-    OBJECTIVES,
-    Aggregation,
-    coefficient,
-    kept_share,
-    normaliser,
-    objective_for,
-    soft_overlong_penalty,
-)
-from megatron_dppo.rl.pack import build_pack
-from megatron_dppo.rl.types import Floats, Group, StepMetadata
-from tests.rl.plans import plan, step_config, training_sample
-from tests.steps import SAMPLES, VOCAB, step_of_groups
+from megatron_dppo.rl.objectives import OBJECTIVES, Aggregation, kept_share, objective_for, soft_overlong_penalty
+from megatron_dppo.rl.types import Floats, StepMetadata
+from tests.rl.plans import plan, step_config, step_metadata
 
-LIMIT = 200
-"""Of ``step_config``: the longest response."""
-Rows = list[list[Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A step with the log-probabilities of its sampled tokens, by group and completion."""
-
-    metadata: StepMetadata
-    groups: list[Group]
-    parameters: list[Tensor]
-    policy: Rows
-    """With the gradient of transformers' model."""
-    old: Rows
-    engine: Rows
-
-
-@pytest.fixture(scope="module")
-def scored() -> Scored:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCAB}
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.3)).double()
-    metadata, groups = step_of_groups(1)
-
-    def logprobs(group: Group, sample: int) -> Tensor:
-        completion = group.completions[sample]
-        ids = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.token_ids])).long()
-        first = len(group.prompt.token_ids)
-        scores = torch.log_softmax(model(ids[None]).logits[0], dim=-1)[first - 1 : -1]
-        return scores.gather(1, ids[first:, None])[:, 0][torch.from_numpy(completion.loss_mask)]
-
-    policy = [[logprobs(group, sample) for sample in range(SAMPLES)] for group in groups]
-
-    def disturb(rows: Rows) -> Rows:
-        return [[(x.detach() + 0.5 * torch.randn_like(x)).clamp(max=-1e-3) for x in row] for row in rows]
-
-    return Scored(metadata, groups, list(model.parameters()), policy, disturb(policy), disturb(policy))
+SAMPLES, LIMIT = 4, 200
+"""Completions of a group; the longest response of ``step_config``."""
 
 
 def ppo(ratio: Tensor, a: float, low: float = 0.2, high: float = 0.2) -> Tensor:
@@ -160,65 +110,60 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("case", LOSSES)
-def test_loss_and_gradient_are_those_of_the_formula(case: str, scored: Scored) -> None:
-    loss, metadata = LOSSES[case], scored.metadata
-    config = step_config(keep=0.6, pack=PackConfig(max_tokens=64), **loss.model_dump())
-    (minibatch,) = plan(metadata, config).minibatches
+def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
+    loss, inclusion = LOSSES[case], np.array([1.0, 0.5, 0.8, 1.0, 0.4, 0.9])
+    rng = np.random.default_rng(0)
+    lengths, rewards = rng.integers(2, 12, (6, SAMPLES)), rng.normal(size=(6, SAMPLES))
+    given = {"prompt_inclusion": inclusion, "window": 9.0, "response_lengths": lengths, "rewards": rewards}
+    metadata = step_metadata(6, SAMPLES, **given)
+    (minibatch,) = plan(metadata, step_config(keep=0.6, **loss.model_dump())).minibatches
     samples, advantage = minibatch.samples, write_advantages(loss.name, metadata)
-    assert 4 < len(samples.group) < metadata.rewards.size and len(minibatch.packs[0]) > 1
+    assert 4 < len(samples.group) < metadata.rewards.size
 
-    packed = torch.zeros((), dtype=torch.float64)
-    cut = 0.0
-    for members in minibatch.packs[0]:
-        rows = []
-        for k in members:
-            group = scored.groups[samples.group[k]]
-            completion = group.completions[samples.completion[k]]
-            known = {"engine_logprobs": completion.logprobs, "loss_mask": completion.loss_mask}
-            rows.append(training_sample(samples, k, group.prompt.token_ids, completion.token_ids, **known))
-        pack = build_pack(rows, minibatch.capacity, pad_id=0, align=1)
-        new, old, engine = (
-            torch.cat([table[samples.group[k]][samples.completion[k]] for k in members])
-            for table in (scored.policy, scored.old, scored.engine)
-        )
-        losses = token_losses(
-            objective_for(loss),
-            logprobs=new,
-            old_logprobs=old,
-            engine_logprobs=engine,
-            reference_logprobs=None,
-            advantage=torch.from_numpy(pack.advantage),
-            kl_coef=0.0,
-            tis_cap=loss.tis_cap,
-            sample=torch.from_numpy(pack.sample),
-        )
-        packed = packed + (losses.loss * torch.from_numpy(pack.scale)).sum()
-        cut += float(losses.sums["train/pg_clipfrac"] + losses.sums["train/tis_clipfrac"])
+    sizes = samples.response_length
+    policy = np.log(rng.uniform(0.05, 0.95, sizes.sum()))
+    old, engine = (torch.from_numpy(np.minimum(policy + 0.5 * rng.normal(size=len(policy)), -1e-3)) for _ in range(2))
+    new = torch.from_numpy(policy).requires_grad_()
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    losses = token_losses(
+        objective_for(loss),
+        logprobs=new,
+        old_logprobs=old,
+        engine_logprobs=engine,
+        reference_logprobs=None,
+        advantage=torch.from_numpy(samples.advantage[owner, 0]),
+        kl_coef=0.0,
+        tis_cap=loss.tis_cap,
+        sample=torch.from_numpy(owner),
+    )
+    total = (losses.loss * torch.from_numpy(samples.scale[owner])).sum()
 
     written = torch.zeros((), dtype=torch.float64)
-    for q, i, weight in zip(samples.group, samples.completion, samples.weight, strict=True):
-        new, old, engine = scored.policy[q][i], scored.old[q][i], scored.engine[q][i]
-        a = float(advantage[q, i])
+    rows = (each.split(sizes.tolist()) for each in (new, old, engine))
+    for q, i, weight, *row in zip(samples.group, samples.completion, samples.weight, *rows, strict=True):
+        (p, p_old, p_engine), a = row, float(advantage[q, i])
         if loss.trust_region != "none":
-            tokens = trust_region(loss, new, engine, a)
+            tokens = trust_region(loss, p, p_engine, a)
             value = tokens.mean() if loss.name == "reinforce_pp" else tokens.sum()
         elif loss == LossConfig(name=loss.name):
-            value = sequence_value(loss.name, new, old, a)
+            value = sequence_value(loss.name, p, p_old, a)
         else:  # a weight for each token's own term
-            weights = engine_weight(loss, old, engine)
-            terms = [w * sequence_value(loss.name, *each, a) for w, *each in zip(weights, new, old, strict=True)]
-            value = sum(terms) / (len(new) if loss.name == "grpo" else 1.0)
+            weights = engine_weight(loss, p_old, p_engine)
+            terms = [w * sequence_value(loss.name, *each, a) for w, *each in zip(weights, p, p_old, strict=True)]
+            value = sum(terms) / (len(p) if loss.name == "grpo" else 1.0)
         written = written - float(weight) * value / write_normaliser(loss.name, metadata)
-    assert packed.item() == pytest.approx(written.item(), rel=1e-9)
-    ours, theirs = (torch.autograd.grad(x, scored.parameters, retain_graph=True) for x in (packed, written))
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert (mine - expected).norm() <= 1e-9 * expected.norm()
-    assert cut > 0 or case in ("rloo", "sapo"), "nothing was clipped or masked"
+    assert total.item() == pytest.approx(written.item(), rel=1e-9)
+    found, expected = (torch.autograd.grad(x, new)[0] for x in (total, written))
+    assert (found - expected).norm() <= 1e-9 * expected.norm() > 0.0
+    limited = losses.sums["train/pg_clipfrac"] + losses.sums["train/tis_clipfrac"]
+    assert limited > 0 or case in ("rloo", "sapo"), "nothing was clipped or masked"
 
 
 def test_clips_of_zero_are_settings() -> None:
     objective = objective_for(LossConfig(name="dapo", clip_low=0.0, clip_high=0.5))
     assert (objective.clip_low, objective.clip_high, objective.aggregation) == (0.0, 0.5, "token_mean")
+    bounds = {kind: objective_for(LossConfig(trust_region=kind)).clip_low for kind in ("tv", "kl")}
+    assert bounds == {"tv": 0.15, "kl": 0.05}
 
 
 def test_overlong_penalty_falls_linearly_over_the_buffer() -> None:
@@ -227,25 +172,8 @@ def test_overlong_penalty_falls_linearly_over_the_buffer() -> None:
     assert not soft_overlong_penalty(lengths, limit=100, buffer=0).any()
 
 
-LENGTHS = np.array([[2, 4], [5, 10]])
-KEPT = np.array([[True, False], [True, True]])
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "c", "z", "pruned_z", "kept"),
-    [
-        ("seq_mean", [[0.5, 0.25], [0.2, 0.1]], 4.0, 20.0, (2 + 20) / (4 + 20)),
-        ("token_mean", [[1, 1], [1, 1]], 21.0, 6 / 0.5 + 15 / 0.1, (4 + 150) / (12 + 150)),
-        ("constant", [[1, 1], [1, 1]], 4.0 * 16, 320.0, (2 + 20) / (4 + 20)),
-    ],
-)
-def test_coefficients_and_normalisers_are_the_table(
-    aggregation: Aggregation, c: list[list[float]], z: float, pruned_z: float, kept: float
-) -> None:
-    """Of two prompts, and of ten prompts two of which were rolled out, with probabilities 0.5 and 0.1."""
-    np.testing.assert_array_equal(coefficient(aggregation, LENGTHS), c)
-    for expected, prompts, inclusion in ((z, 2, [1.0, 1.0]), (pruned_z, 10, [0.5, 0.1])):
-        known = {"sampled_lengths": LENGTHS, "prompt_inclusion": np.array(inclusion)}
-        found = normaliser(aggregation, **known, prompts=prompts, max_response_tokens=16)
-        assert found == pytest.approx(expected, rel=1e-15)
-    assert kept_share(aggregation, **known, kept=KEPT) == pytest.approx(kept)
+@pytest.mark.parametrize(("aggregation", "share"), [("seq_mean", 22 / 24), ("token_mean", 154 / 162)])
+def test_kept_share_of_the_divisor_counts_unseen_prompts(aggregation: Aggregation, share: float) -> None:
+    known = {"sampled_lengths": np.array([[2, 4], [5, 10]]), "prompt_inclusion": np.array([0.5, 0.1])}
+    kept = np.array([[True, False], [True, True]])
+    assert kept_share(aggregation, **known, kept=kept) == pytest.approx(share)

@@ -90,7 +90,6 @@ def test_verifier_is_shown_no_context_twice() -> None:
 @pytest.mark.parametrize(
     ("loss", "setting"),
     [
-        (LossConfig(name="gspo"), "loss.name"),
         (LossConfig(name="gmpo"), "loss.name"),
         (LossConfig(tis_level="sequence", tis_cap=2.0), "loss.tis_level"),
         (LossConfig(replay_routing="rollout"), "loss.replay_routing"),

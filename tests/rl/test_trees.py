@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 import pytest
 
-from megatron_dppo.config import Config, RolloutConfig, replace
+from megatron_dppo.config import BranchConfig, Config, RolloutConfig, TreeConfig, replace
 from megatron_dppo.rl.advantages import completion_advantages
 from megatron_dppo.rl.trees import (
     ForkStatistics,
     biased_settings,
-    first_slots,
     interval,
     tree_advantages,
     variance_parts,
@@ -28,21 +25,17 @@ from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, fork_by_entrop
 
 PLAIN = toy()
 STOPPING = toy((0,), (1, 0))
-SHORT = toy((0, 0), (0, 1), (1, 0))
-SURE_FIRST = dataclasses.replace(PLAIN, logits=PLAIN.logits | {(): 1.5})
+OF_TWO = toy((0, 0), (0, 1), (1, 0), (1, 1))
+"""Responses of two tokens."""
+SURE_SHORT = dataclasses.replace(PLAIN, logits=PLAIN.logits | {(): 1.5}, ends=frozenset({(0, 1), (1, 1)}))
 """Entropies above 0.65 after 0 and after 1 0, and above 0.6 after 1."""
-SURE_SHORT = dataclasses.replace(SURE_FIRST, ends=frozenset({(0, 1), (1, 1)}))
 
 CASES: dict[str, Callable[[], Forests]] = {
-    "one level": lambda: forests(SHORT, (2, 2), fork_at(1)),
-    "three roots": lambda: forests(toy((0, 0), (1, 0), (1, 1), (0, 1)), (3, 2), fork_at(1)),
-    "three children": lambda: forests(PLAIN, (2, 3), fork_at(2)),
+    "three of each": lambda: forests(OF_TWO, (3, 3), fork_at(1)),
     "two levels": lambda: forests(PLAIN, (2, 2, 2), fork_at(1, 2)),
     "early stop": lambda: forests(STOPPING, (2, 2), fork_at(1)),
-    "early stops": lambda: forests(STOPPING, (2, 2, 2), fork_at(1, 2)),
-    "entropy": lambda: forests(SURE_FIRST, (2, 2), fork_by_entropy(SURE_FIRST, 0.65)),
     "entropy, two levels": lambda: forests(SURE_SHORT, (2, 2, 2), fork_by_entropy(SURE_SHORT, 0.6, 0.65)),
-    "pruned before": lambda: forests(toy((0, 0), (0, 1), (1, 0), (1, 1)), (2, 2), fork_at(1), keep=(0.4,)),
+    "pruned before": lambda: forests(OF_TWO, (2, 2), fork_at(1), keep=(0.4,)),
     "pruned before, three children": lambda: forests(PLAIN, (2, 3), fork_at(2), keep=(0.4,)),
     "pruned before, two levels": lambda: forests(STOPPING, (2, 2, 2), fork_at(1, 2), keep=(0.6, 0.3)),
 }
@@ -71,56 +64,21 @@ def test_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> Non
     assert given.error(advantages(given, **settings)) > 0.05
 
 
-def write_out(given: Forests, outcome: int, baseline: str) -> dict[tuple[object, int], float]:
-    """Return G·ω_u·weight·(V(u) − b(u)) of every node, by the tokens on its path and its level."""
-    rewards, weights = given.rewards[outcome], given.segments["weight"][outcome, :, 1:]
-    children = given.tree.children(len(rewards))
-    below = [math.prod(children[level + 1 :]) for level in range(len(children))]
-    total: dict[tuple[object, int], float] = defaultdict(float)
-
-    def value(level: int, start: int) -> float:
-        if level == len(children) - 1:
-            return float(rewards[start])
-        starts = [start + child * below[level + 1] for child in range(children[level + 1])]
-        first, *others = (value(level + 1, s) for s in starts)
-        estimates = [first + weights[s, level] * (v - first) for s, v in zip(starts[1:], others, strict=True)]
-        return (first + sum(estimates)) / len(starts)
-
-    for level, size in enumerate(below):
-        for start in range(0, len(rewards), size):
-            root = start // below[0]
-            roots = [value(0, other * below[0]) for other in range(children[0]) if other != root]
-            parent = start // (size * children[level]) * size * children[level]
-            siblings = [parent + child * size for child in range(children[level]) if parent + child * size != start]
-            known = [value(level, s) for s in siblings if level == 0 or weights[s, level - 1] > 0]
-            b = np.mean(roots)
-            if baseline == "siblings":
-                b = np.mean(known or roots)
-            elif baseline == "mixed":
-                b = np.mean([*known, np.mean(roots)])
-            ends = [*given.forks[outcome, start], given.lengths[outcome, start]]
-            if ends[level] > (ends[level - 1] if level else 0):
-                factor = size * math.prod(weights[start, :level])
-                total[given.paths[outcome][start][: ends[level]], level] += factor * (value(level, start) - b)
-    return total
-
-
-@pytest.mark.parametrize("baseline", ["siblings", "roots", "mixed"])
-@pytest.mark.parametrize("name", ["entropy, two levels", "pruned before, two levels"])
-def test_advantages_are_the_formula_written_out_node_by_node(name: str, baseline: str) -> None:
-    """A path in several slots is trained on once."""
-    given = case(name)
-    segments = advantages(given, baseline=baseline)
-    repeated = first_slots(given.segments, given.tree) != np.arange(given.rewards.shape[1])
-    assert repeated.any() and (segments[repeated] == 0.0).all()
-    for outcome in range(0, len(given.probability), len(given.probability) // 12):
-        expected = write_out(given, outcome, baseline)
-        found: dict[tuple[object, int], float] = defaultdict(float)
-        for path, at, slot in zip(given.paths[outcome], given.forks[outcome], segments[outcome], strict=True):
-            for level, end in enumerate([*at, len(path)]):
-                found[path[:end], level] += slot[level]
-        assert found.keys() >= expected.keys()
-        assert found == pytest.approx({node: expected.get(node, 0.0) for node in found}, abs=1e-12)
+@pytest.mark.parametrize(
+    ("baseline", "first", "second"), [("siblings", 3.0, -6.0), ("roots", 4.5, 3.0), ("mixed", 3.75, -1.5)]
+)
+def test_advantages_of_a_tree_written_out(baseline: str, first: float, second: float) -> None:
+    """The first of three roots has two children of three, of the values 6 and 3, the second of the weight 2: V is 4.
+    The second root, of the value 1, ended before the fork. The third has one child, of the value 2. A path in several
+    slots is trained on once."""
+    segments = np.zeros((1, 9, 2), SEGMENT)
+    segments["tokens"] = [[[1, 1]] * 3 + [[1, 0]] * 3 + [[1, 1]] * 3]
+    segments["weight"] = [[[1.0, weight] for weight in (1, 2, 0, 1, 1, 1, 1, 0, 0)]]
+    tree = TreeConfig(roots=3, branches=(BranchConfig(at=1, children=3),), baseline=baseline)
+    found = tree_advantages(np.array([[6.0, 3, 6, 1, 1, 1, 2, 2, 2]]), segments, tree)
+    none = [0.0, 0.0]
+    expected = [[5.0, first], [2.5, second], none, [-6.0, 0.0], none, none, [-1.5, -0.5], none, none]
+    np.testing.assert_allclose(found[0], expected, atol=1e-12)
 
 
 def tree_config(given: Forests, rule: str, **loss: object) -> Config:
@@ -132,7 +90,9 @@ def tree_metadata(given: Forests, outcomes: slice = slice(None)) -> StepMetadata
     """Return one prompt for each outcome."""
     segments = given.segments[outcomes]
     fields = {"rewards": given.rewards[outcomes], "score_norms": np.sqrt(segments["square"].sum(axis=-1))}
-    return step_metadata(*segments.shape[:2], response_lengths=given.lengths[outcomes], segments=segments, **fields)
+    return step_metadata(
+        *segments.shape[:2], response_lengths=segments["tokens"].sum(axis=-1), segments=segments, **fields
+    )
 
 
 @pytest.mark.parametrize("name", ["early stop", "pruned before"])
@@ -150,21 +110,13 @@ def test_pruned_plan_is_unbiased_over_all_trees_and_draws(name: str) -> None:
     assert np.linalg.norm(total * LONGEST - true) < 1e-9 * np.linalg.norm(true)
 
 
-def test_score_of_a_path_is_the_norm_of_independent_segments() -> None:
-    given = case("two levels")
-    metadata, segments = tree_metadata(given), advantages(given)
-    expected = np.sqrt((segments**2 * given.segments["square"]).sum(axis=-1))
-    found = np.abs(completion_advantages(metadata, segments)) * metadata.score_norms
-    np.testing.assert_allclose(found, expected, atol=1e-9)
-
-
-def test_path_without_norms_has_the_root_mean_square_over_tokens() -> None:
-    segments = np.zeros((1, 1, 2), SEGMENT)
+def test_score_of_a_path_is_a_second_moment_over_segments() -> None:
+    """Weighted by squared norms; by tokens where all norms are 0."""
+    segments = np.zeros((1, 2, 2), SEGMENT)
     segments["tokens"] = 2, 6
-    part = step_metadata(1, 1, segments=segments)
-    found = completion_advantages(part, np.array([[[-4.0, 1.0]]]))
-    assert found[0, 0] == pytest.approx(-np.sqrt((2 * 16.0 + 6 * 1.0) / 8))
-    assert completion_advantages(part, np.array([[[0.0, 0.0]]]))[0, 0] == 0.0
+    segments["square"][0, 1] = 9.0, 4.0
+    found = completion_advantages(step_metadata(1, 2, segments=segments), np.array([[[-4.0, 1.0], [2.0, -1.0]]]))
+    assert found[0] == pytest.approx([-np.sqrt((2 * 16 + 6) / 8), np.sqrt((9 * 4 + 4) / 13)])
 
 
 def test_parts_of_each_prompt_are_an_analysis_of_variance() -> None:
@@ -199,15 +151,10 @@ def test_best_tree_gains_what_the_best_split_of_tokens_gains() -> None:
 
 
 def test_few_roots_make_a_noisy_baseline() -> None:
-    """Rewards of all roots drawn, and the mean of the other roots taken from those of one."""
-    rng, roots, children, within = np.random.default_rng(5), 3, 3, 0.3
-    rewards = rng.normal(size=(100_000, roots, 1)) * np.sqrt(1 - within)
-    rewards = rewards + rng.normal(size=(100_000, roots, children)) * np.sqrt(within)
-    tree = (rewards[:, 0, 0] - rewards[:, 1:].mean(axis=(1, 2))).var()
-    flat = 1.0 + 1.0 / (roots * children - 1)
-    known = statistics(0.5, 0.5, of_rewards=within)
-    noise = known.gain(EVERYONE, MANY, children) / known.gain(EVERYONE, roots, children)
-    assert noise == pytest.approx(tree / flat, rel=0.02)
+    """The mean of two roots, each a mean of three rewards, in place of that of the eight others of a flat group."""
+    known = statistics(0.5, 0.5, of_rewards=0.3)
+    noise = known.gain(EVERYONE, MANY, 3) / known.gain(EVERYONE, 3, 3)
+    assert noise == pytest.approx((1 + (0.7 + 0.3 / 3) / 2) / (1 + 1 / 8), rel=1e-5)
 
 
 def test_interval_is_as_wide_as_prompts_differ() -> None:

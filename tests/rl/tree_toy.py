@@ -85,38 +85,21 @@ class Forests:
     segments: Segments
 
     @cached_property
-    def lengths(self) -> Ints:
-        """[Q, G]"""
-        return self.segments["tokens"].sum(axis=-1)
-
-    @cached_property
-    def forks(self) -> Ints:
-        """[Q, G, B], tokens before each fork; all of them where the path ended before."""
-        return np.cumsum(self.segments["tokens"], axis=-1)[..., :-1]
-
-    @cached_property
     def scores(self) -> Floats:
         """[Q, G, LONGEST, parameters]"""
         place = {path: row for row, path in enumerate({path for group in self.paths for path in group})}
         return np.array([self.toy.scores(path) for path in place])[[[place[p] for p in group] for group in self.paths]]
 
-    def of_tokens(self, segments: Floats) -> Floats:
-        """[Q, G, LONGEST], the advantage of each token from those of segments [Q, G, B + 1]."""
-        segment = (self.forks[..., None, :] <= np.arange(LONGEST)[:, None]).sum(axis=-1)
-        return np.take_along_axis(segments, segment, axis=-1)
-
-    def gradient(self, segments: Floats) -> Floats:
-        """[Q, parameters], the estimate of each outcome: the mean over slots of Σ_t A_t ∇ log π_t."""
-        return np.einsum("qgt,qgtp->qp", self.of_tokens(segments), self.scores) / self.rewards.shape[1]
-
-    def expected(self, segments: Floats) -> Floats:
-        """[parameters]"""
-        return self.probability @ self.gradient(segments)
-
     def error(self, segments: Floats) -> float:
-        """Of the expected gradient, over the true one's length."""
-        true = self.toy.gradient()
-        return float(np.linalg.norm(self.expected(segments) - true) / np.linalg.norm(true))
+        """Return the error of the expected estimate from advantages of segments [Q, G, B + 1], relative to the truth.
+
+        The estimate of an outcome is the mean over its slots of Σ_t A_t ∇ log π_t.
+        """
+        forks = np.cumsum(self.segments["tokens"], axis=-1)[..., None, :-1]
+        advantage = np.take_along_axis(segments, (forks <= np.arange(LONGEST)[:, None]).sum(axis=-1), axis=-1)
+        share = self.probability[:, None, None] / segments.shape[1]
+        expected, true = np.einsum("qgt,qgtp->p", share * advantage, self.scores), self.toy.gradient()
+        return float(np.linalg.norm(expected - true) / np.linalg.norm(true))
 
 
 def plan_gradient(policy: Toy, step: StepPlan, paths: Sequence[Tokens], segments: Sequence[Ints]) -> Floats:
@@ -144,33 +127,21 @@ def forests(policy: Toy, children: Sequence[int], fork_here: ForkHere, keep: Seq
         fork_here: decides where to fork from the tokens before.
         keep: ρ of each level, with which a child but the first is generated; empty: 1.
     """
-    tree = tree_of(children)
-    levels = len(children) - 1
-    roots = list(_grown(policy, children, fork_here, keep or (1.0,) * levels, (), 0, (), ()))
-    return listed(policy, tree, itertools.product(roots, repeat=children[0]))
-
-
-def listed(policy: Toy, tree: TreeConfig, outcomes: Iterator[tuple[tuple[float, list[Slot]], ...]]) -> Forests:
-    """Outcomes as arrays. Each has a probability and slots for every root."""
-    probability, groups = [], []
-    for roots in outcomes:
-        probability.append(math.prod(p for p, _ in roots))
-        groups.append([slot for _, slots in roots for slot in slots])
-    assert math.isclose(sum(probability), 1.0, abs_tol=1e-12)
+    branches = tuple(BranchConfig(at=level, children=count) for level, count in enumerate(children[1:], start=1))
+    roots = list(_grown(policy, children, fork_here, keep or (1.0,) * len(branches)))
+    outcomes = list(itertools.product(roots, repeat=children[0]))
+    probability = np.array([math.prod(p for p, _ in trees) for trees in outcomes])
+    assert math.isclose(probability.sum(), 1.0, abs_tol=1e-12)
+    groups = [[slot for _, slots in trees for slot in slots] for trees in outcomes]
     rows = {slot: _segments(policy, slot) for slot in {slot for group in groups for slot in group}}
     return Forests(
         policy,
-        tree,
-        np.array(probability),
+        TreeConfig(roots=children[0], branches=branches),
+        probability,
         [[path for path, _, _ in group] for group in groups],
         rewards=np.array([[policy.rewards[path] for path, _, _ in group] for group in groups]),
         segments=np.array([[rows[slot] for slot in group] for group in groups], SEGMENT),
     )
-
-
-def tree_of(children: Sequence[int], **more: str) -> TreeConfig:
-    branches = tuple(BranchConfig(at=level + 1, children=count) for level, count in enumerate(children[1:]))
-    return TreeConfig(roots=children[0], branches=branches, **more)
 
 
 def fork_at(*positions: int) -> ForkHere:
@@ -186,33 +157,31 @@ def _grown(
     children: Sequence[int],
     fork_here: ForkHere,
     keep: Sequence[float],
-    prefix: Tokens,
-    level: int,
-    forks: tuple[int, ...],
-    weights: tuple[float, ...],
+    prefix: Tokens = (),
+    level: int = 0,
 ) -> Grown:
-    """All that a branch can become."""
-
-    def further(*, prefix: Tokens = prefix, level: int = level, at: tuple[int, ...] = (), weight: float = 1.0) -> Grown:
-        more = (weight,) if at else ()
-        return _grown(policy, children, fork_here, keep, prefix, level, (*forks, *at), (*weights, *more))
-
+    """All that a branch can become. The slots have the forks and weights from ``level`` on."""
     missing = len(children) - 1 - level
     if policy.ended(prefix):
-        slot = (prefix, (*forks, *(len(prefix),) * missing), (*weights, *(1.0,) * missing))
+        slot = (prefix, (len(prefix),) * missing, (1.0,) * missing)
         yield 1.0, [slot] * math.prod(children[level + 1 :])
     elif missing and fork_here(prefix, level):
-        rho, at = keep[level], (len(prefix),)
-        first = list(further(level=level + 1, at=at))
-        other = [(rho * p, slots) for p, slots in further(level=level + 1, at=at, weight=1.0 / rho)]
-        if rho < 1.0:
-            other.append((1.0 - rho, []))
-        for (p, slots), *rest in itertools.product(first, *[other] * (children[level + 1] - 1)):
-            copy = [(path, at, (*w[:level], 0.0, *w[level + 1 :])) for path, at, w in slots]
-            yield math.prod([p, *(q for q, _ in rest)]), [*slots, *(s for _, there in rest for s in there or copy)]
+        rho = keep[level]
+        below = list(_grown(policy, children, fork_here, keep, prefix, level + 1))
+        other = [(rho * p, 1.0 / rho, slots) for p, slots in below]
+        if rho < 1.0:  # not generated: a copy of the first child without a weight
+            other.append((1.0 - rho, 0.0, []))
+        for (p, first), *rest in itertools.product(below, *[other] * (children[level + 1] - 1)):
+            branches = [(1.0, first), *((weight, slots or first) for _, weight, slots in rest)]
+            slots = [
+                (path, (len(prefix), *forks), (weight, *weights))
+                for weight, branch in branches
+                for path, forks, weights in branch
+            ]
+            yield math.prod([p, *(q for q, *_ in rest)]), slots
     else:
         for token in (0, 1):
-            for p, slots in further(prefix=(*prefix, token)):
+            for p, slots in _grown(policy, children, fork_here, keep, (*prefix, token), level):
                 yield policy.probability(prefix, token) * p, slots
 
 
