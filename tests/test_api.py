@@ -70,8 +70,6 @@ def train_with_own_functions(tmp_path: Path) -> None:
     (scores,) = found.benchmarks.values()
     assert (scores["problems"], scores["avg@k"]["value"]) == (4, told[-1]["eval/accuracy"])
     assert [row["correct"] for row in found.answers].count(True) == 4 * scores["avg@k"]["value"]
-    assert all(row["answer"] and row["prompt"] for row in found.answers)
-    assert found.folder == run_dir / "eval" / "iter_0000002"
 
     def length(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
         return divisor + len(solution_str)
@@ -120,7 +118,6 @@ def test_mistakes_are_raised_before_a_rank_starts(tmp_path: Path, monkeypatch: p
     [
         ("reward", 0, "0: is no function"),
         ("on_step", lambda: None, "cannot be called with 1 argument (too many positional arguments)"),
-        ("on_step", 3, "3: is no function"),
         ("reward", partial(print, Lock()), "cannot be sent to the ranks (TypeError: cannot pickle"),
     ],
 )
@@ -164,40 +161,27 @@ def test_settings_are_given_section_by_section(tmp_path: Path) -> None:
 def test_a_step_is_planned_from_rewards_and_lengths() -> None:
     given = {"response_lengths": [[40, 120], [30, 50]], "prompt_lengths": [20, 25]}
     metadata = step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=np.array([0.5, 1.0]), window=3.0)
-    plan = plan_step(metadata, load_config(pruning={"completions": {"rule": "none"}}), **LAYOUT)
-    samples = plan.minibatches[0].samples
-    assert samples.group.tolist() == [0, 0] and samples.weight.tolist() == [2.0, 2.0]
+    for config, rule in (({"rule": "none"}, None), ({"keep": 0.3}, keep_all)):
+        plan = plan_step(metadata, load_config(pruning={"completions": config}), completion_rule=rule, **LAYOUT)
+        samples = plan.minibatches[0].samples
+        assert samples.group.tolist() == [0, 0] and samples.weight.tolist() == [2.0, 2.0]
     with pytest.raises(UserError, match="without window"):
         step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=[0.5, 1.0])
-
-
-def test_a_step_is_planned_with_an_own_rule() -> None:
-    metadata = step_metadata([[1, 0, 0, 0]], [[40, 120, 80, 60]], [20], prompt_inclusion=[1.0], window=1)
-    config = load_config(pruning={"completions": {"keep": 0.3}})
-    planned = plan_step(metadata, config, completion_rule=keep_all, **LAYOUT)
-    assert planned.minibatches[0].samples.weight.tolist() == [1.0] * 4
     with pytest.raises(UserError, match=r"pruning\.completions\.function = nobodys"):
         plan_step(metadata, load_config(pruning={"completions": {"function": "nobodys"}}), **LAYOUT)
 
 
-def test_rows_are_reported_once_and_whole(tmp_path: Path) -> None:
-    told: list[dict[str, float]] = []
-    follower, file = RowFollower(tmp_path, told.append), tmp_path / "metrics.jsonl"
-    follower.look()
-    for text in ('{"step": 0}\n{"step"', '{"step": 0}\n{"step": 1}\n', '{"step": 0}\n{"step": 1}\n{"step": 2}\n'):
-        file.write_text(text)
-        follower.look()
-    assert [row["step"] for row in told] == [0, 1, 2]
-
-
-def test_old_rows_of_a_resumed_run_are_not_reported(tmp_path: Path) -> None:
+def test_rows_are_reported_once_and_whole_by_a_resumed_run(tmp_path: Path) -> None:
     """The run replaces the file with the old rows as it resumes."""
     told: list[dict[str, float]] = []
     file, draft = tmp_path / "metrics.jsonl", tmp_path / "draft"
-    file.write_text('{"step": 1, "of": 1}\n{"step": 2, "of": 1}\n')
+    file.write_text('{"step": 1, "of": 1}\n')
     follower = RowFollower(tmp_path, told.append)
     follower.look()
-    draft.write_text('{"step": 1, "of": 2}\n')
+    draft.write_text('{"step": 1, "of": 2}\n{"step"')
     draft.replace(file)
     follower.look()
     assert told == [{"step": 1, "of": 2}]
+    file.write_text('{"step": 1, "of": 2}\n{"step": 2, "of": 2}\n')
+    follower.look()
+    assert told == [{"step": 1, "of": 2}, {"step": 2, "of": 2}]

@@ -51,7 +51,9 @@ def test_an_export_is_the_last_checkpoint_with_a_card(run: Path, tmp_path: Path)
     AutoModelForCausalLM.from_pretrained(out)
     card = (out / "README.md").read_text()
     _, head, text = card.split("---\n", 2)
-    assert yaml.safe_load(head)["base_model"] == "Qwen/Qwen3-4B"
+    found = yaml.safe_load(head)
+    assert found["base_model"] == "Qwen/Qwen3-4B"
+    assert found["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.583333
     assert "`Qwen/Qwen3-4B`, trained for 4 steps of reinforcement learning on `train.jsonl, more.jsonl`" in text
     measured = [line for line in text.splitlines() if "(step " in line]
     assert measured == ["| hard.jsonl | 50 | 25.0% | 58.3% [44.6, 70.9] (step 4) |"]
@@ -72,16 +74,10 @@ def test_an_export_replaces_only_an_earlier_export(run: Path, tmp_path: Path) ->
     assert (out / "README.md").read_text() == "Somebody's own words."
 
 
-@pytest.mark.parametrize("offline", [("HF_HUB_OFFLINE", True), ("ENDPOINT", "http://127.0.0.1:9")], ids=str)
 def test_an_unreachable_hub_is_refused_before_writing(
-    run: Path,
-    tmp_path: Path,
-    offline: tuple[str, object],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name, value = offline
-    monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     assert main(["export", str(run), str(tmp_path / "out"), "--push", "me/sums"]) == 2
     said = capsys.readouterr().err

@@ -135,7 +135,6 @@ def test_a_data_set_is_read_by_its_id(cache: Path, tokenizer: Tokenizer) -> None
     assert [prompt.text for prompt in pool] == ["0+1=", "1+1=", "0+1=", "1+1=", "2+1="]
     assert pool[2].place == f"{snapshot}/main/train-00001-of-00002.jsonl, line 1"
     assert "/main/test-00000" in load("openai/gsm8k:main", "eval")[0].place
-    assert len(load("openai/gsm8k:socratic", "train")) == 1
     for name, words in (("openai/gsm8k", "several configurations"), ("openai/gsm8k:maine", "configuration 'maine'")):
         with pytest.raises(UserError, match=words) as caught:
             data_files(name, "data.train", split="train")
@@ -155,8 +154,6 @@ BOTH = b"---\nconfigs:\n- {config_name: both, data_files: '*/train-*.jsonl'}\n--
 @pytest.mark.parametrize(
     ("name", "files", "found"),
     [
-        ("org/plain", {"rows.jsonl": b""}, ["rows.jsonl"]),
-        ("org/parted", {"data/train-0.jsonl": b"", "data/test.jsonl": b""}, ["data/train-0.jsonl"]),
         ("org/parted::test", {"data/train-0.jsonl": b"", "data/test.jsonl": b""}, ["data/test.jsonl"]),
         ("org/named:de:test", {"en/test.jsonl": b"", "de/test.jsonl": b"", "de/training.txt": b""}, ["de/test.jsonl"]),
         (
