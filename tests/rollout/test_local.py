@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
@@ -80,7 +80,8 @@ def test_greedy_equals_transformers_generate(tmp_path: Path) -> None:
     assert_logprobs_of_a_plain_forward(policy, prompts, groups, 1.0)
 
 
-def test_completion_does_not_depend_on_its_batch(tmp_path: Path) -> None:
+def test_completion_does_not_depend_on_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host looks for ended rows at every 16th token only; tokens past the end of a row are cut off."""
     policy = make_policy(dtype=torch.float64)
     engine, narrow = (make_engine(policy, tmp_path, max_batch=rows) for rows in (64, 9))
     prompts = make_prompts(3, 11, 1, 6, 6, 4)
@@ -89,6 +90,8 @@ def test_completion_does_not_depend_on_its_batch(tmp_path: Path) -> None:
     assert together == [tokens_of(generate(engine, [prompt], sampling_of()))[0] for prompt in prompts]
     assert together == tokens_of(generate(engine, prompts[::-1], sampling_of()))[::-1]
     assert [group[:2] for group in together] == tokens_of(generate(engine, prompts, sampling_of(samples=2)))
+    monkeypatch.setitem(decoding.ROUND, "cpu", 5)
+    assert together == tokens_of(generate(narrow, prompts, sampling_of()))
 
 
 @pytest.mark.parametrize("width", [1, 20])
@@ -117,17 +120,6 @@ def test_batches_are_bounded_and_no_token_is_read_twice(tmp_path: Path, monkeypa
     assert 8 <= max(rows for rows, _ in shapes) <= 9
     # A completion's first token comes from the prefill; one that has ended is not decoded any further.
     assert sum(rows for rows, width in shapes if width == 1) == sum(lengths) - len(lengths)
-
-
-def test_seldom_looks_for_ended_rows_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the host looks at every 16th token only; tokens past the end of a row are cut off."""
-    engine = make_engine(make_policy(dtype=torch.float64), tmp_path, max_batch=9)
-    prompts = make_prompts(3, 11, 2, 6, 6)
-    always = tokens_of(generate(engine, prompts, sampling_of()))
-    monkeypatch.setitem(decoding.ROUND, "cpu", 5)
-    seldom = generate(engine, prompts, sampling_of())
-    assert tokens_of(seldom) == always
-    assert {completion.finish_reason for group in seldom for completion in group} == {"stop", "length"}
 
 
 def test_stop_token_at_the_limit_ends_and_past_the_limit_does_not(
@@ -202,7 +194,6 @@ def test_unfit_stream_is_consumed_then_refused(tmp_path: Path) -> None:
         f"{repeated} came twice",
     ):
         assert claim in str(caught.value)
-    assert str(caught.value).count("missing") == 1
     with pytest.raises(RuntimeError, match="no weights"):
         generate(engine, make_prompts(3), sampling_of())
     engine.update_weights(weights_of(policy), version=3)
@@ -250,15 +241,10 @@ def test_weights_that_are_not_numbers_stop_the_generation(tmp_path: Path) -> Non
         generate(make_engine(policy, tmp_path), make_prompts(3), sampling_of())
 
 
-def test_mistakes_of_the_user_name_the_setting(tmp_path: Path) -> None:
+def test_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
     engine = make_engine(make_policy(), tmp_path, max_batch=3)
     with pytest.raises(UserError, match=r"rollout\.max_batch = 3"):
         generate(engine, make_prompts(3), sampling_of(samples=4))
-    sliding = Qwen3Config(architectures=["Qwen3ForCausalLM"], num_hidden_layers=2, use_sliding_window=True)
-    sliding.save_pretrained(tmp_path / "sliding")
-    for folder, words in (("nowhere", r"model\.path"), ("sliding", "use_sliding_window = true")):
-        with pytest.raises(UserError, match=words):
-            LocalEngine(tmp_path / folder, device=CPU, dtype=torch.float32, max_batch=3)
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
