@@ -116,23 +116,8 @@ class Chaos:
         self.due: list[tuple[float, Any]] = []
         """Restarts: time and process."""
         policy = folder / "policy"
-        size = [
-            "--layers",
-            "2",
-            "--heads",
-            "4",
-            "--kv-heads",
-            "2",
-            "--hidden",
-            "64",
-            "--head-dim",
-            "32",
-            "--ffn",
-            "128",
-            "--init-std",
-            "0.2",
-        ]
-        init = [sys.executable, "-m", "megatron_dppo", "init", str(policy), "--tokenizer", "arithmetic", *size]
+        size = "--layers 2 --heads 4 --kv-heads 2 --hidden 64 --head-dim 32 --ffn 128 --init-std 0.2"
+        init = [sys.executable, "-m", "megatron_dppo", "init", str(policy), "--tokenizer", "arithmetic", *size.split()]
         subprocess.run(init, check=True, capture_output=True)
         judge_port = FIRST_PORT + 4
         (folder / "talk.py").write_text(TALK)

@@ -39,20 +39,12 @@ def test_one_of_several_teachers_is_in_memory() -> None:
 def test_parameters_equal_the_mapping(name: str) -> None:
     counted = parameters_of(PUBLISHED[name])
     assert counted.total == parameters(PUBLISHED[name])
-    assert counted.matrices < counted.active <= counted.total
     assert (counted.active < counted.total) == bool(PUBLISHED[name].experts)
 
 
-def test_published_sizes_equal_the_model_cards() -> None:
-    billions = {name: round(parameters_of(shape).total / 1e9, 1) for name, shape in PUBLISHED.items()}
-    assert billions == {
-        "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
-        "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "qwen3.5-4b": 4.2, "qwen3.5-9b": 9.0, "qwen3.5-27b": 26.9,
-        "qwen3.5-35b-a3b": 34.7,
-    }  # fmt: skip
-    assert parameters_of(PUBLISHED["qwen3-30b-a3b"]).active / 1e9 == pytest.approx(3.3, abs=0.1)
-    assert parameters_of(PUBLISHED["qwen3-235b-a22b"]).active / 1e9 == pytest.approx(22.2, abs=0.1)
-    assert parameters_of(PUBLISHED["qwen3.5-35b-a3b"]).active / 1e9 == pytest.approx(3.5, abs=0.1)
+def test_active_parameters_equal_the_model_cards() -> None:
+    for name, billions in (("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22.2), ("qwen3.5-35b-a3b", 3.5)):
+        assert parameters_of(PUBLISHED[name]).active / 1e9 == pytest.approx(billions, abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
@@ -65,14 +57,13 @@ def test_shards_add_up_to_the_policy(name: str) -> None:
     assert 0 <= held - together - copied < 0.003 * together
 
 
-@pytest.mark.parametrize("words", ["Qwen/Qwen3-32B", "models/Qwen3-30B-A3B-Base", "/x/Qwen3-4B-Instruct-2507-FP8"])
-def test_published_model_is_known_by_name(words: str) -> None:
-    assert shape_of(words).hidden in (5120, 2048, 2560)
-
-
-def test_unknown_model_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model\.path"):
-        shape_of("models/Qwen7-900B")
+def test_published_model_is_known_by_name() -> None:
+    for words, hidden in (
+        ("Qwen/Qwen3-32B", 5120),
+        ("x/Qwen3-30B-A3B-Base", 2048),
+        ("/x/Qwen3-4B-Instruct-2507-FP8", 2560),
+    ):
+        assert shape_of(words).hidden == hidden
 
 
 def test_replicas_shard_only_the_optimizer() -> None:
@@ -162,7 +153,6 @@ def test_more_nodes_are_proposed_last() -> None:
     assert [nodes_of(with_settings(made.config, change)) for change in made.remedies] == [5] * len(made.remedies)
     made = plan("cluster.nodes=4", "cluster.server_nodes=4", "layout.ep=4", file=EXPERTS)
     assert made.remedies == [{"cluster.nodes": 16}]
-    assert ", on 20 nodes in place of 8)" in "\n".join(as_text(made))
 
 
 def test_closest_miss_is_shown_where_no_remedy_helps() -> None:
@@ -173,9 +163,7 @@ def test_closest_miss_is_shown_where_no_remedy_helps() -> None:
         changed = make_plan(with_settings(made.config, change), made.assumptions)
         assert changed.actor.lack >= made.closest.lack > 0.0
     assert changed.actor.lack == made.closest.lack, "what is said of the last of them, the closest"
-    text = "\n".join(as_text(made))
-    for words in ("Nothing that was tried helps", "4 key-value heads", "94 layers", "128 experts", "1 node"):
-        assert words in text
+    assert "Nothing that was tried helps" in "\n".join(as_text(made))
 
 
 def test_unfitting_run_has_no_times() -> None:
@@ -184,32 +172,25 @@ def test_unfitting_run_has_no_times() -> None:
     made = plan(*servers, *shared, "layout.sequence_parallel=false", "rollout.launch.tp=2")
     text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
     assert not made.server.fits and "GiB, and the trainer leaves no room on its GPU" in text
-    assert (
-        "There are no times of a run that does not fit." in text
-        and "GPU-hours" not in text
-        and "generation" not in text
-    )
-    assert all(
-        found[name] is None for name in ("pruned", "unpruned", "cost", "cost_unpruned", "speed_up", "efficiency")
-    )
-    assert f"{made.actor.total / 2**30:.1f} of 79.2 GiB" in text
+    assert "GPU-hours" not in text and "generation" not in text
+    absent = ("pruned", "unpruned", "cost", "cost_unpruned", "speed_up", "efficiency")
+    assert all(found[name] is None for name in absent)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "setting", "remedy"),
+    ("overrides", "setting"),
     [
-        (["cluster.nodes=1", "layout.tp=8", "layout.pp=2"], "layout", "multiple of 16"),
-        (["rollout.launch.tp=16"], "rollout.launch.tp", "8 or less"),
-        (["cluster.server_nodes=0"], "cluster.server_nodes", "1 or more"),
-        (["rollout.servers=[]", "rollout.launch.count=32", "rollout.launch.tp=1"], "rollout.launch.count", "Lower"),
-        (["model.path=nowhere"], "model.path", ""),
+        (["cluster.nodes=1", "layout.tp=8", "layout.pp=2"], "layout"),
+        (["rollout.launch.tp=16"], "rollout.launch.tp"),
+        (["cluster.server_nodes=0"], "cluster.server_nodes"),
+        (["rollout.servers=[]", "rollout.launch.count=32", "rollout.launch.tp=1"], "rollout.launch.count"),
+        (["model.path=models/Qwen7-900B"], "model.path"),
     ],
 )
-def test_impossible_placements_are_refused_by_name(overrides: list[str], setting: str, remedy: str) -> None:
+def test_impossible_placements_are_refused_by_name(overrides: list[str], setting: str) -> None:
     with pytest.raises(UserError) as caught:
         plan(*overrides)
     assert caught.value.setting == setting
-    assert remedy in caught.value.remedy
 
 
 @pytest.mark.parametrize(("prompts", "completions"), [(1.0, 1.0), (0.7, 0.5), (1.0, 0.2), (0.4, 1.0)])
@@ -283,11 +264,8 @@ def test_cost_is_seconds_times_gpus_times_price() -> None:
     made = plan("cluster.price_per_gpu_hour=2.5", "run.steps=300")
     assert made.cost.gpu_hours == pytest.approx(made.pruned.seconds * 300 * 64 / 3600)
     assert made.cost.money == pytest.approx(2.5 * made.cost.gpu_hours)
-    saved = made.cost_unpruned.money - made.cost.money if made.cost_unpruned.money else 0.0
-    assert f"At 2.50 for an hour of a GPU they cost {made.cost.money:,.0f}, " in (text := "\n".join(as_text(made)))
-    assert f"as many pruned steps cost {saved:,.0f} less." in text
+    assert f"they cost {made.cost.money:,.0f}, " in "\n".join(as_text(made))
     assert plan().cost.money is None
-    assert "Set cluster.price_per_gpu_hour to see what they cost." in as_text(plan())
 
 
 def test_local_engine_has_a_copy_of_the_weights() -> None:
@@ -317,13 +295,11 @@ def test_text_and_json_agree() -> None:
     assert f"{found['speed_up']:.2f}x" in text and "It fits." in text
     assert f"{found['actor']['total'] / 2**30:.1f} of 79.2 GiB" in text
     disk, weights = found["disk"], found["parameters"]["total"]
-    assert disk["checkpoint"] == 14 * weights and disk["export"] == 2 * weights, (
-        "bf16, and twelve bytes of an optimizer"
-    )
+    # Weights in bf16, and twelve bytes of an optimizer.
+    assert disk["checkpoint"] == 14 * weights and disk["export"] == 2 * weights
     parts = disk["checkpoints"] * disk["checkpoint"] + disk["export"] + disk["sync"]
     assert disk["sync"] == 2 * weights and disk["total"] == pytest.approx(parts, rel=1e-4)
-    assert f", files for the servers {size_text(disk['sync'])}" in text
-    assert f"disk: about {size_text(disk['total'])}\n  {disk['checkpoints']} checkpoints of " in text
+    assert f"disk: about {size_text(disk['total'])}\n" in text
     assert found["actor"]["total"] == pytest.approx(sum(found["actor"]["parts"].values()))
     assert set(found["assumptions"]) == {line.split()[0] for line in text.split("each is from):\n")[1].splitlines()}
 
