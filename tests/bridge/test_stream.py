@@ -70,24 +70,31 @@ def test_consumers_may_communicate(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def count_elements_sent(rank: int, size: int, path: Path) -> tuple[int, dict[Consumers, int]]:
-    """Return how many elements this rank has as parameters, and how many each stream sends."""
+    """Return the number of elements of this rank's parameters, and the number that each stream sends."""
     model, _, world = loaded_policy(path, TP2_PP2)
     sent = dict.fromkeys(Consumers, 0)
+    gathers: list[Consumers] = []
     send = dist.batch_isend_irecv
 
     def count(operations: list[dist.P2POp]) -> list[dist.Work]:
+        gathers.append(to)
         sent[to] += sum(operation.tensor.numel() for operation in operations if operation.op is dist.isend)
         return send(operations)
 
     with patch.object(dist, "batch_isend_irecv", count):
         for to in Consumers:
-            for _ in weight_stream(model, world, to=to):
-                pass
+            ahead = [
+                gathers.count(to) - number
+                for number, _ in enumerate(weight_stream(model, world, to=to, bucket_mib=1), 1)
+            ]
+            # The next gather begins before a bucket is handed out. Here, all ranks take part in all gathers.
+            assert to is not Consumers.EVERYONE or ahead == [*[1] * (len(ahead) - 1), 0]
+            assert len(ahead) > 3
     return sum(parameter.numel() for chunk in model for parameter in chunk.parameters()), sent
 
 
 def test_consumers_are_sent_missing_tensors_only_and_once(ranks: RankPool, tmp_path: Path) -> None:
-    shape = write_qwen3(tmp_path, Sizes(vocab_size=256, num_hidden_layers=4))  # without padding
+    shape = write_qwen3(tmp_path, replace(SEVERAL_BUCKETS, vocab_size=1536))  # without padding
     policy = sum(prod(size) for size in expected_tensors(shape).values())
     held, sent = zip(*ranks.run(4, count_elements_sent, tmp_path), strict=True)
     total = {to: sum(by_rank[to] for by_rank in sent) for to in Consumers}
