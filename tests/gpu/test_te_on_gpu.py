@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
-from megatron_dppo.models.actor import Microbatch
+from megatron_dppo.models.actor import Actor, Microbatch
 from megatron_dppo.models.layer_specs import transformer_engine_installed
 from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.rl.objectives import objective_for
@@ -22,7 +22,6 @@ from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import PolicyLoss
 from tests.laws.test_split_invariance import reverse_order
-from tests.models.test_optimizer import state_of
 from tests.ranks import RankPool
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
@@ -44,6 +43,15 @@ def configure(path: Path, spec: str, **optimizer: Any) -> Config:
         model=replace(config.model, spec=spec, dtype="bf16"),
         optimizer=replace(config.optimizer, **optimizer),
     )
+
+
+def state_of(policy: Actor) -> list[torch.Tensor]:
+    """Return moments, and master weights that are not the weights themselves."""
+    weights = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
+    inner = [part.optimizer for part in policy.optimizer.chained_optimizers]
+    masters = [master for one in inner for group in one.param_groups for master in group["params"]]
+    moments = [one.state[m][name] for one in inner for m in one.state for name in ("exp_avg", "exp_avg_sq")]
+    return [m for m in masters if m.untyped_storage().data_ptr() not in weights] + moments
 
 
 def over_nccl() -> None:

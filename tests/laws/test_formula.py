@@ -7,6 +7,7 @@ weights and normaliser by hand, and one step of Adam with eps = 1 and rate 1, wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ from transformers import Qwen3ForCausalLM
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.rl.types import Group, StepMetadata, StepPlan
+from tests.policies import write_policy
 from tests.ranks import RankPool
 from tests.steps import SAMPLES, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
+POLICY = partial(write_policy, tied=True)
 TEMPERATURE, TIS_CAP, LIMIT = 0.8, 2.0, 24
 Step = tuple[StepMetadata, list[Group]]
 
@@ -112,6 +115,8 @@ def test_update_equals_the_formula(name: str, kl: float, ranks: RankPool, policy
     expected = objective(name, plan, metadata, groups, model, other if kl else None)
     expected.backward()
     assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
+    norm = sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters()) ** 0.5
+    assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert_moved(moved, model)
 
 

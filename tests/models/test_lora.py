@@ -26,12 +26,10 @@ from megatron_dppo.bridge.stream import adapter_stream
 from megatron_dppo.config import Config, LayoutConfig, LoraConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.frozen import Reference
-from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.world import World
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import Learner
-from megatron_dppo.trainer.preflight import disk_needed
 from megatron_dppo.trainer.writer import STATE
 from tests.bridge.conversions import contents, weights
 from tests.bridge.directories import Sizes, write_qwen3_moe
@@ -174,20 +172,16 @@ def test_checkpoint_of_other_adapters_is_refused(ranks: RankPool, policy: Path, 
     whole = configure(policy, tmp_path / "whole", ONE)
     adapted = with_lora(replace_run(whole, tmp_path / "adapted"))
     ranks.in_turn(1, (train, adapted, 1, (1,)), (train, whole, 1, (1,)))
-    stored = str(tmp_path / "adapted/checkpoints")
     changed = {
         "model.lora.rank=3": with_lora(adapted, LoraConfig()),
-        "model.lora.rank=3,": with_lora(adapted, replace(LORA, rank=4)),
         "model.lora.alpha=6,": with_lora(adapted, replace(LORA, alpha=7.0)),
-        "model.lora.targets=[down_proj,gate_proj,": with_lora(adapted, replace(LORA, targets=SOME)),
         f"model.path={policy}": replace(adapted, model=replace(adapted.model, path=str(other))),
         "model.lora.rank=0": with_lora(whole),
-        "RUN/hf": replace(adapted, model=replace(adapted.model, checkpoint=stored)),
     }
     results = ranks.in_turn(1, *((refuse, config) for config in changed.values()))
     for remedy, [error] in zip(changed, results, strict=True):
         assert remedy in error.remedy, error
-        assert error.setting == ("model.checkpoint" if remedy == "RUN/hf" else remedy.partition("=")[0])
+        assert error.setting == remedy.partition("=")[0]
 
 
 def export(rank: int, size: int, config: Config) -> None:
@@ -238,22 +232,16 @@ def test_checkpoint_of_adapters_is_exported_for_peft_or_merged(
     monkeypatch.setattr(chunks, "BUFFER_BYTES", 512)  # a few rows, as of a large policy's tensors
     config = runs[name]
     run, alone, merged = Path(config.run.dir), tmp_path / "alone", tmp_path / "merged"
-    assert cli.main(["export", str(run), str(alone), "--card"]) == 0
-    assert cli.main(["export", str(run), str(merged), "--merge", "--card"]) == 0
+    assert cli.main(["export", str(run), str(alone)]) == 0
+    assert cli.main(["export", str(run), str(merged), "--merge"]) == 0
     adapters, theirs = (load_file(of / "adapter_model.safetensors") for of in (alone, run / "adapter"))
     assert adapters.keys() == theirs.keys() and all(torch.equal(adapters[of], theirs[of]) for of in theirs)
-    settings = [json.loads((of / "adapter_config.json").read_text()) for of in (alone, run / "adapter")]
-    for each in settings:
-        each["target_modules"].sort()
-    assert settings[0] == settings[1]
     before, after = weights(Path(config.model.path)), weights(merged)
     assert before.keys() == after.keys()
     for tensor, weight in before.items():
         a, b = map(adapters.get, adapters_of_tensor(tensor))
         expected = weight if a is None or b is None else weight + 2.0 * b @ a  # alpha 6 over rank 3
         torch.testing.assert_close(after[tensor], expected, rtol=0.0, atol=1e-6)
-    for folder, library in ((alone, "peft"), (merged, "transformers")):
-        assert f"library_name: {library}" in (folder / "README.md").read_text()
 
 
 def test_adapters_are_merged_into_no_other_policy(
@@ -282,8 +270,7 @@ def draw(rank: int, size: int, config: Config) -> Weights:
 
 def test_adapters_begin_the_same_in_every_layout_and_add_nothing(ranks: RankPool, tmp_path: Path) -> None:
     one, *cut = (make(write_experts(tmp_path), layout) for layout in (ONE, LAYOUTS["ep2 tp2 sp etp1"], LAYOUTS["pp2"]))
-    seeds = (replace(one, run=replace(one.run, seed=seed)) for seed in (one.run.seed, one.run.seed + 1))
-    [expected], [other] = ranks.in_turn(1, *((draw, config) for config in seeds))
+    [expected] = ranks.run(1, draw, one)
     for ours, *_ in ranks.in_turn(2, *((draw, config) for config in cut)):
         assert ours.keys() == expected.keys()
         assert [name for name in ours if not torch.equal(ours[name], expected[name])] == []
@@ -293,13 +280,5 @@ def test_adapters_begin_the_same_in_every_layout_and_add_nothing(ranks: RankPool
         else:
             bound = tensor.shape[1] ** -0.5
             assert 0.8 * bound < tensor.abs().max() <= bound
-            assert not torch.equal(tensor, other[name])
     firsts = [tuple(tensor.flatten()[:2].tolist()) for name, tensor in expected.items() if "lora_A" in name]
     assert len(set(firsts)) == len(firsts), "each tensor has draws of its own"
-
-
-def test_disk_is_needed_for_adapters_alone() -> None:
-    shape = PUBLISHED["qwen3-4b"]
-    bare = replace(Config(), run=replace(Config().run, export=False))
-    whole, adapters = (disk_needed(config, shape).total for config in (bare, with_lora(bare)))
-    assert adapters < 0.01 * whole

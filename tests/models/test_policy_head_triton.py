@@ -66,27 +66,6 @@ def test_head_on_kernels_equals_the_naive_head(interpret: Interpret) -> None:
     assert_equal(many, one)
 
 
-def products(rank: int, size: int, positions: int, chunk_mib: int) -> tuple[int, bool]:
-    """Count products of logits in a forward and two backward passes, and compare both passes' gradients."""
-    hidden, weight, targets, gradient = case(positions, 40_000, 40_064)
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    with mock.patch.object(policy_head, "logits_of", side_effect=policy_head.logits_of) as made:
-        scored = policy_head.score_responses(
-            hidden, weight, targets, vocab_size=40_000, temperature=0.8, tp_group=None, chunk_mib=chunk_mib
-        )
-        first, second = (
-            torch.autograd.grad(scored.logprobs, leaves, gradient, retain_graph=retained) for retained in (True, False)
-        )
-    return made.call_count, all(map(torch.equal, first, second))
-
-
-def test_logits_that_fit_are_made_once(interpret: Interpret) -> None:
-    [(kept, chunks, nothing)] = interpret(1, (products, 6, 1), (products, 7, 1), (products, 0, 1))
-    assert kept == (2, True)
-    assert chunks == (6, True)
-    assert nothing == (0, True)
-
-
 def test_kernels_over_two_ranks_equal_operators_on_one(interpret: Interpret) -> None:
     cases = [(128, 9), (101, 9), (50, 9), (101, 0)]
     results = interpret(2, *((score_in_parts, *each) for each in cases))
