@@ -58,7 +58,7 @@ def test_path_forks_after_its_last_fork_and_before_its_end() -> None:
 def test_leaves_share_the_tokens_before_their_fork(branches: Branches, tmp_path: Path) -> None:
     """A path that ended before its fork is each of its leaves."""
     groups = generate(make_engine(make_policy(), tmp_path), make_prompts(5, 2, 9, 4), tree_of(branches))
-    seen: Counter[str] = Counter()
+    ended = set()
     for group in groups:
         assert len(group) == 3 * leaves_below(branches, 0)
         for level in range(len(branches)):
@@ -69,18 +69,15 @@ def test_leaves_share_the_tokens_before_their_fork(branches: Branches, tmp_path:
                 assert forks_of(leaf)[: level + 1] == forks_of(first)[: level + 1]
                 np.testing.assert_array_equal(leaf.token_ids[:position], first.token_ids[:position])
                 np.testing.assert_array_equal(leaf.logprobs[:position], first.logprobs[:position])
-                if position == len(first.token_ids):
-                    assert leaf is first, "the path ended before its fork"
-                    seen["ended"] += 1
-                elif slot % below == 0 and slot % block:
-                    assert leaf is not first and len(leaf.token_ids) > position
-                    seen["another way"] += bool(leaf.token_ids[position] != first.token_ids[position])
-                    seen["forked"] += 1
+                if slot % below == 0 and slot % block:
+                    assert (leaf is first) == (position == len(first.token_ids))
+                    assert leaf is first or len(leaf.token_ids) > position
+                    ended.add(leaf is first)
         for leaf in group:
             length = len(leaf.token_ids)
             assert length == len(leaf.logprobs) <= 16 and not set(leaf.token_ids[:-1].tolist()) & set(MANY_STOPS)
             assert (leaf.token_ids[-1] in MANY_STOPS) == (leaf.finish_reason == "stop")
-    assert seen["ended"] > 5 and seen["forked"] > 5 and seen["another way"] > 0.6 * seen["forked"]
+    assert ended == {True, False}
 
 
 @pytest.mark.parametrize("branches", [FIXED, MIXED, BY_ENTROPY])
@@ -108,12 +105,11 @@ def test_children_that_are_not_generated_are_copies_of_their_sibling(tmp_path: P
         for slot, leaf in enumerate(group):
             if 0.0 not in leaf.weights:
                 np.testing.assert_array_equal(leaf.token_ids, whole[slot].token_ids)
-                assert forks_of(leaf) == forks_of(whole[slot])
             else:
                 level = leaf.weights.index(0.0) - 1
                 below = leaves_below(pruned, level + 1)
                 sibling = group[slot - slot % leaves_below(pruned, level) + slot % below]
-                assert leaf.token_ids is sibling.token_ids and leaf.segments is sibling.segments
+                assert leaf.token_ids is sibling.token_ids
                 assert leaf.weights == (*sibling.weights[: level + 1], 0.0, *sibling.weights[level + 2 :])
             for level, weight in enumerate(leaf.weights[1:]):
                 first = slot % leaves_below(pruned, level) == 0
@@ -127,30 +123,37 @@ def test_children_that_are_not_generated_are_copies_of_their_sibling(tmp_path: P
     assert drawn[0.0] + drawn[2.5] > 40
 
 
-@pytest.mark.parametrize("branches", [FIXED, BY_ENTROPY])
-def test_tree_does_not_depend_on_its_batch(branches: Branches, tmp_path: Path) -> None:
-    policy, asked = make_policy(dtype=torch.float64), tree_of(branches)
-    prompts, width = make_prompts(3, 11, 6), leaves_below(branches, 0)
+@pytest.mark.parametrize("branches", [(), FIXED, BY_ENTROPY])
+def test_completions_do_not_depend_on_their_batch(
+    branches: Branches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host looks for ended rows at every 16th token only; tokens past the end of a row are cut off."""
+    policy, prompts, width = make_policy(dtype=torch.float64), make_prompts(3, 11, 6), leaves_below(branches, 0)
     wide, narrow = (make_engine(policy, tmp_path, max_batch=rows) for rows in (256, 19))
+    asked = tree_of(branches, roots=18 // width)
     together = tokens_of(generate(wide, prompts, asked))
     assert together == tokens_of(generate(narrow, prompts, asked))
     assert together == [tokens_of(generate(wide, [prompt], asked))[0] for prompt in prompts]
     assert together != tokens_of(generate(wide, prompts, replace(asked, seed=6)))
     flat = tokens_of(generate(wide, prompts, replace(asked, branches=())))
     assert [group[::width] for group in together] == [group[::width] for group in flat]
+    monkeypatch.setitem(decoding.ROUND, "cpu", 5)
+    assert together == tokens_of(generate(narrow, prompts, asked))
 
 
-def test_shared_tokens_are_decoded_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("branches", "most"), [(FIXED, 0.8), ((), 1.0)])
+def test_no_token_is_read_or_counted_twice(
+    branches: Branches, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decoding, "LEAST_COMMON", 1000)  # or the rest of a prompt could be a single token
     engine, shapes = make_engine(make_policy(), tmp_path, max_batch=19), record_reads(monkeypatch)
-    groups = generate(engine, make_prompts(3, 11, 2, 6, 6), tree_of(FIXED))
+    groups = generate(engine, make_prompts(3, 11, 2, 6, 6), tree_of(branches, roots=18 // leaves_below(branches, 0)))
     paths = sum(len({id(leaf) for leaf in group}) for group in groups)
-    unique = sum(unique_tokens(group, FIXED) for group in groups)
+    unique = sum(unique_tokens(group, branches) for group in groups)
     assert sum(rows for rows, width in shapes if width == 1) == unique - paths, "a path's first token is the prefill's"
+    assert branches or sum(rows for rows, width in shapes if width > 1) == 5
     assert max(rows for rows, _ in shapes) <= 19
-    assert unique < 0.8 * sum(len(leaf.token_ids) for group in groups for leaf in group)
-    flat = sum(generate(engine, make_prompts(3, 11), sampling_of()), ())
-    assert unique_tokens(flat, ()) == sum(len(leaf.token_ids) for leaf in flat)
+    assert unique <= most * sum(len(leaf.token_ids) for group in groups for leaf in group)
 
 
 @torch.no_grad()
@@ -194,9 +197,12 @@ def test_every_leaf_has_the_law_of_a_single_completion(branches: Branches, tmp_p
     assert 0.5 < np.mean(apart) < 1.0, "siblings are drawn apart, and agree by chance alone"
 
 
-def test_siblings_have_the_same_experts_for_shared_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("branches", [(), FIXED])
+def test_experts_are_those_of_a_plain_forward(branches: Branches, tmp_path: Path) -> None:
+    """Also of tokens that siblings share, and of completions that leave the batch before others."""
     shape = write_qwen3_moe(tmp_path, Sizes()).routing
     policy = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    prompts = make_prompts(3, 11)
-    groups = generate(load_engine(tmp_path), prompts, tree_of(FIXED, routing=shape))
+    engine, prompts, asked = load_engine(tmp_path, max_batch=19), make_prompts(3, 11), tree_of(branches)
+    groups = generate(engine, prompts, replace(asked, routing=shape))
     assert_experts_of_a_plain_forward(policy, shape, prompts, groups)
+    assert tokens_of(groups) == tokens_of(generate(engine, prompts, asked))
