@@ -65,8 +65,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
                     with Path(file).open("a") as pids:
                         print(child.pid, file=pids)
             return 1.0
-        case ["none"]:
-            return None
         case ["exit"]:
             sys.exit(3)
         case ["exit-at-once"]:

@@ -238,7 +238,6 @@ def test_invalid_scores_of_a_sum_name_the_function(file: Path) -> None:
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [
-        ([], "is empty"),
         (["function: exact", "function: a.py:exact"], "names exact more than once"),
         (["function: a.py:errors"], "names a metric errors, which counts failures"),
         (["function: exact, wieght: 2"], "wieght: extra inputs are not permitted"),

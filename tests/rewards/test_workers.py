@@ -95,10 +95,6 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info=None
 
 async def trl(completions, **columns):
     return [await judged(text) for text in completions]
-
-async def group_rm(args, samples):
-    text = samples[0].response
-    return [float(most) if text == "most" else await judged(text)] * len(samples)
 """
 
 
@@ -136,18 +132,6 @@ def test_scores_keep_the_order_of_completions() -> None:
     scored = score(FAILING, *(f"score {n}" for n in range(100)), workers=2)
     assert read_rewards(scored) == list(range(100))
     assert (scored.timeouts, scored.errors, scored.tracebacks) == (0, 0, [])
-
-
-def test_completions_are_scored_as_they_come(fresh_workers: RewardWorkers) -> None:
-    scoring = fresh_workers.begin(most_failures=9)
-    scoring.add(write_items("score 1", "raise it", "score 2"))
-    while scoring.advance(5.0):
-        pass
-    assert read_rewards(scoring._scored) == [1.0, None, 2.0]
-    scoring.add(write_items("score 3"))
-    scored = scoring.finish()
-    assert read_rewards(scored) == [1.0, None, 2.0, 3.0] and scored.errors == 1
-    assert read_rewards(fresh_workers.score(write_items("score 4"))) == [4.0]
 
 
 def test_abandoned_completions_leave_no_trace(workers: RewardWorkers) -> None:
@@ -396,11 +380,6 @@ def test_later_completions_join_awaited_completions(awaited: Callable[..., str])
             scoring.advance(0.1)
         scoring.add(write_items("3", "4"))
         assert read_rewards(scoring.finish()) == [1.0, 2.0, 3.0, 4.0]
-
-
-def test_awaited_groups_are_scored_one_after_another(awaited: Callable[..., str]) -> None:
-    scored = score_groups(awaited(name="group_rm"), *([text, "0"] for text in "1234"), ["most"])
-    assert read_rewards(scored) == [float(text) for text in "112233441"]
 
 
 def test_awaited_completion_past_its_time_is_cancelled(
