@@ -64,10 +64,6 @@ async def second_thoughts(client: Client, prompt: Prompt) -> list[Turn]:
     return [(await asyncio.gather(*[client.generate(prompt.token_ids) for _ in range(2)]))[1]]
 
 
-async def forget_what_was_told(client: Client, prompt: Prompt) -> list[Turn]:
-    return [await client.generate(prompt.token_ids, max_tokens=2) for _ in range(2)]
-
-
 async def stumble(client: Client, prompt: Prompt) -> list[Turn]:
     return [await client.generate(prompt.token_ids), prompt.no_such_thing]
 
@@ -140,10 +136,9 @@ def test_late_conversations_are_named_and_ended(
     assert re.fullmatch(rf"late: none has ended for \d+ s of {re.escape(who)}\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.0])
-def test_one_turn_is_a_completion_without_a_conversation(engines: Any, temperature: float) -> None:
+def test_one_turn_is_a_completion_without_a_conversation(engines: Any) -> None:
     """Bit by bit: the beginning that samples share is read once, and the random numbers are the same."""
-    prompts, sampling = make_prompts(3, 11, 1, 6), sampling_of(temperature=temperature)
+    prompts, sampling = make_prompts(3, 11, 1, 6), sampling_of()
     assert bits_of(generate(engines(once), prompts, sampling)) == bits_of(generate(engines(None), prompts, sampling))
 
 
@@ -153,7 +148,6 @@ def test_sampled_tokens_have_logprobs_of_a_plain_forward(engines: Any, policy: Q
     assert_logprobs_of_a_plain_forward(policy, prompts, groups, 1.0)
     turns = set()
     for group in groups:
-        assert len({completion.token_ids.tobytes() for completion in group}) > 3
         for completion in group:
             mask, length = completion.loss_mask, len(completion.token_ids)
             assert length <= MOST and completion.versions == (VersionSpan(1, length),)
@@ -196,7 +190,6 @@ def test_conversation_that_gives_up_is_repeated(engines: Any) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (forget_what_was_told, "turn 1 that was generated after other tokens"),
         (stumble, "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
         (cancel_itself, "CancelledError: no more of this"),
         (give_up, "gave up prompt 0 2 times (rollout.attempts), the last time: the tool is down"),

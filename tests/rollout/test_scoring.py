@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from transformers import AutoTokenizer
 
 from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dppo.init import character_tokenizer, write_tokenizer
-from megatron_dppo.rewards.math.completion import THINKING_TAGS
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.scoring import GroupScoring
@@ -45,32 +43,16 @@ def test_scores_keep_the_order_of_prompts(workers: RewardWorkers, tokenizer: Tok
     assert [[score and score.reward for score in scores] for scores in found.scores] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_group_function_gets_the_groups_of_the_prompts(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """And TRL's ``completion_ids`` would be the engine's tokens: special tokens are not in the text."""
-    (tmp_path / "groups.py").write_text(
-        "def group_rm(args, samples):\n    return [float(s.response[-1]) + 10 * len(samples) for s in samples]\n"
-        "def reward(completion_ids, completions):\n    return [sum(completion_ids[0])]\n"
-    )
-    groups = [group_of(tokenizer, *texts) for texts in (["score 1", "score 2"], ["score 3"], ["score 4"] * 3)]
-    with closing(RewardWorkers(f"{tmp_path}/groups.py:group_rm", workers=2, timeout_s=LIMIT_S)) as pool:
-        scoring = GroupScoring(pool, tokenizer, prompts_of(3), most_failures=0)
-        scoring.look([(2, groups[2])])
-        found = scoring.finish(groups).scores
-    assert [[score and score.reward for score in scores] for scores in found] == [[21, 22], [13], [34] * 3]
-    ids = groups[1][0].token_ids.tolist()
-    ended = completion_of([*ids, tokenizer.eos_token_id])
-    with closing(RewardWorkers(f"{tmp_path}/groups.py:reward", workers=1, timeout_s=LIMIT_S)) as pool:
-        ((score,),) = GroupScoring(pool, tokenizer, prompts_of(1), most_failures=0).finish([(ended,)]).scores
-    assert score is not None and score.reward == sum(ids) + tokenizer.eos_token_id
+def test_functions_get_the_tokens_of_the_engine(tokenizer: Tokenizer) -> None:
+    """For TRL's ``completion_ids``. Special tokens are not in the text."""
+    ended = completion_of([*tokenizer.encode("score 1"), tokenizer.eos_token_id])
+    workers = ScriptedWorkers()
+    GroupScoring(workers, tokenizer, prompts_of(1), most_failures=0).finish([(ended,)])
+    (item,) = workers._items
+    assert (item.solution, [*item.token_ids]) == ("score 1", ended.token_ids.tolist())
 
 
-@pytest.mark.parametrize(
-    ("tags", "texts"),
-    [(("[T]", "[/T]"), ["[T]#2[/T]#3", "[T]#2"]), (THINKING_TAGS, ["#2#3", "#2"])],
-)
-def test_thinking_tags_that_are_special_tokens_are_kept(
-    tags: tuple[str, str], texts: list[str], tmp_path: Path
-) -> None:
+def test_thinking_tags_that_are_special_tokens_are_kept(tmp_path: Path) -> None:
     write_tokenizer(character_tokenizer(), tmp_path, max_tokens=512)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     theirs.add_tokens(["[T]", "[/T]", "[X]"], special_tokens=True)
@@ -78,9 +60,10 @@ def test_thinking_tags_that_are_special_tokens_are_kept(
     tokenizer, workers = load_tokenizer(tmp_path), ScriptedWorkers()
     (whole,) = group_of(tokenizer, "[T]#2[/T]#3[X]")
     assert tokenizer.decode(whole.token_ids, skip_special_tokens=True) == "#2#3"
-    workers.thinking_tags = tags
+    workers.thinking_tags = ("[T]", "[/T]")
     cut = replace(whole, token_ids=whole.token_ids[:3])
-    assert GroupScoring(workers, tokenizer, prompts_of(1), most_failures=2).finish([(whole, cut)]).texts == [texts]
+    found = GroupScoring(workers, tokenizer, prompts_of(1), most_failures=2).finish([(whole, cut)])
+    assert found.texts == [["[T]#2[/T]#3", "[T]#2"]]
 
 
 def test_failure_of_a_look_is_raised_at_the_end(tokenizer: Tokenizer) -> None:

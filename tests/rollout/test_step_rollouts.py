@@ -115,13 +115,9 @@ def test_groups_come_back_once_and_bit_by_bit(kind: str, writers: int, readers: 
         for field in set(StepMetadata.__slots__) - {"owners"}:
             np.testing.assert_array_equal(getattr(known, field), getattr(expected, field))
         assert sorted(batch.complete.held) == np.flatnonzero(known.owners == rank).tolist()
-        if writers == readers:
-            assert batch.complete.held.keys() == written[rank].complete.held.keys()
         for row, group in batch.complete.held.items():
             assert_same(group, group_of(int(expected.prompt_ids[row]), kind))
     assert sorted(row for batch in back for row in batch.complete.held) == list(range(len(PROMPTS)))
-    counts = [len(batch.complete.held) for batch in back]
-    assert writers == readers or max(counts) - min(counts) <= 1
 
 
 ROLES = ["rollout.conversation=f.py:f", "rollout.roles=[a,b]"]

@@ -146,17 +146,18 @@ def assert_taught(server: Teaching, prompt: Prompt, completion: Completion) -> N
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_servers_read_their_completions_at_once(kind: Kind, policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a server that is busy at first."""
+    """Also a server that breaks off and is busy at first."""
+    monkeypatch.setattr(teachers, "ASK_AGAIN_S", 0.05)
     monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.05)
     prompts, groups = groups_of("aba")
     with teaching(kind, policy) as server, opened(config_of(server.url, teachers="a: URL, b: null"), policy) as servers:
-        server.refusals = [429, 503]
+        server.refusals, server.deaths = [429, 503], 1
         reading = TeacherQuery(servers, prompts)
         reading.look([(2, groups[2])])
         until = time.monotonic() + 20.0
         while server.asked < 2 and time.monotonic() < until:  # and finish() has not been called
             time.sleep(0.01)
-        assert (server.asked, server.refusals) == (2, [])
+        assert (server.asked, server.refusals, server.deaths) == (2, [], 0)
         read = reading.finish(groups, world_of(1, 0))
         assert server.asked == 4
         assert read[1] == groups[1], "nobody teaches source b"
@@ -200,15 +201,6 @@ def test_rollouts_have_the_log_ratios_of_their_teacher(policy: Path) -> None:
         unread = tuple(dataclasses.replace(each, teacher_logprobs=None) for each in collect().completions)
         collect(offline={4: OfflineGroup(unread, (Score(1.0, True),) * SAMPLES)})
     assert engine.finished == 1
-
-
-def test_server_that_dies_is_asked_again(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teachers, "ASK_AGAIN_S", 0.05)
-    prompts, groups = groups_of("a")
-    with teaching("sglang", policy) as server, opened(config_of(server.url), policy) as servers:
-        server.deaths = 3
-        ((first, _),) = TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
-        assert (server.deaths, server.asked) == (0, 2) and first.teacher_logprobs is not None
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
