@@ -130,23 +130,6 @@ def test_distilled_update_depends_on_no_layout(ranks: RankPool, policies: Polici
         assert_same_update(made, reference, start, name)
 
 
-def test_scores_count_the_teacher() -> None:
-    """A teacher alone scores each completion by its weight; beside rewards the squares add up."""
-    scores = {}
-    for rewards in (False, True):
-        config = Config(loss=LossConfig(distillation=DistillationConfig(teacher="T", use_task_rewards=rewards)))
-        objective = objective_for(config.loss)
-        metadata, _ = taught_step(config.loss.distillation, 1)
-        segments = advantages_of_segments(metadata, config, objective)
-        candidates = completion_candidates(metadata, config, objective, segments)
-        assert not candidates.zero_advantage.any()
-        scores[rewards] = candidates.score
-    unit = metadata.score_norms / metadata.sampled_lengths / metadata.prompt_inclusion[:, None]
-    np.testing.assert_allclose(scores[False], unit)
-    squares = group_advantages(metadata.rewards, normalise=True) ** 2
-    np.testing.assert_allclose(scores[True], unit * np.sqrt(squares + 1.0))
-
-
 def test_scores_of_a_server_are_norms_of_token_advantages() -> None:
     """√Σ_t (A + β log q_t/p_t)² (1 − p_t)² over the sampled tokens; without a teacher A = 0 has no gradient."""
     given = DistillationConfig(teachers={"a": None, "b": SERVER, "c": SERVER, "d": SERVER}, coef=COEF)
@@ -208,8 +191,6 @@ def test_teacher_that_cannot_teach_is_refused(policies: Policies, tmp_path: Path
     one, several = "loss.distillation.teacher", "loss.distillation.teachers"
     for words, setting, problem in (
         ((f"{several}={{a: {teacher}, c: null}}", f"data.train={rows}", "data.eval=null"), several, "'b'"),
-        ((f"{several}={{a: {tmp_path}/no, b: null, c: null}}", f"data.train={rows}", "data.eval=null"), several, ""),
-        ((f"{one}={tmp_path}/absent",), one, ""),
         ((f"{one}={other}",), one, str(VOCAB + 1)),
         ((f"{one}={renamed}",), one, "'seven'"),
         ((f"{one}={uneven}", "layout.pp=2"), "layout.pp", "teacher"),

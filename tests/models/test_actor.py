@@ -88,30 +88,6 @@ def test_released_gradients_change_no_bit(distributed: bool, dtype: str, ranks: 
         assert not any(held[1::2])
 
 
-def learned_with_reference(rank: int, size: int, config: Config) -> tuple[dict[str, float], bool]:
-    """Return metrics of a step, and whether the reference's pass has its weights elsewhere than they wait."""
-    world, learner, _ = build(config)
-    places = [parameter.data_ptr() for parameter in learner.reference.parameters()]
-    seen: list[int] = []
-    decoder = learner.reference.chunks[0].decoder
-    decoder.register_forward_pre_hook(lambda *_: seen.extend(p.data_ptr() for p in decoder.parameters()))
-    metadata, groups = step_of_groups(size)
-    with mock.patch.object(torch.Tensor, "to", lambda self, *_, **__: self.clone()):
-        plan = plan_for(world, config, metadata)
-        metrics = learner.learn(plan, held_by(rank, metadata, groups), step=1, version=0)
-    assert [parameter.data_ptr() for parameter in learner.reference.parameters()] == places
-    return metrics, not set(seen) & set(places)
-
-
-def test_reference_waits_on_the_host_and_scores_the_same(ranks: RankPool, policy: Path) -> None:
-    config = configure(policy, LayoutConfig(dp=1))
-    waiting = replace(config, model=replace(config.model, reference_on_host=True))
-    calls = ((learned_with_reference, each) for each in (config, waiting))
-    [(expected, elsewhere)], results = ranks.in_turn(1, *calls)
-    assert not elsewhere
-    assert results == [(expected, True)]
-
-
 def come_late(rank: int, size: int, config: Config, done: Path) -> str:
     """Let rank 1 begin its passes when rank 0 has given up; return the error."""
     world, learner, policy = build(config)

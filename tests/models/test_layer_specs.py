@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import choose_spec
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.parallel.world import initialize
-from tests.bridge.directories import Sizes, write_qwen3, write_qwen3_moe
 from tests.bridge.record_te import making
 from tests.ranks import RankPool
 
@@ -36,35 +34,18 @@ def test_te_spec_without_transformer_engine_is_refused(monkeypatch: pytest.Monke
     assert caught.value.setting == "model.spec"
 
 
-def made_of_te(
-    rank: int, size: int, path: Path, layout: LayoutConfig
-) -> tuple[list[bool], set[torch.dtype], list[int]]:
-    """Build an actor of Transformer Engine's layers, which never run.
-
-    Returns:
-        Whether each matrix adds to gradients in its own product; types of gradients; ranks that share each attention.
-    """
+def ranks_of_attention(rank: int, size: int, path: Path, layout: LayoutConfig) -> list[int]:
+    """Build an actor of Transformer Engine's layers, which never run; return ranks that share each attention."""
     world = initialize(layout, seed=1, timeout_s=60.0)
     with making("te"):
         model = ModelConfig(path=str(path), spec="te", dtype="bf16")
-        arguments = (read_shape(path), model, layout, OptimizerConfig(overlap=True), world)
+        arguments = (read_shape(path), model, layout, OptimizerConfig(), world)
         actor = Actor(*arguments, temperature=1.0, load=lambda bare: None)
-    linear = [module for module in actor.chunks[0].modules() if type(module).__name__.endswith("Linear")]
     attention = [layer.self_attention.core_attention for layer in actor.chunks[0].decoder.layers]
-    return (
-        [module.fuse_wgrad_accumulation for module in linear if module is not actor.chunks[0].output_layer],
-        {parameter.main_grad.dtype for parameter in actor.parameters()},
-        [module.cp_group.size() for module in attention if module.cp_group is not None],
-    )
+    return [module.cp_group.size() for module in attention if module.cp_group is not None]
 
 
 @pytest.mark.skipif(not layer_specs.transformer_engine_installed(), reason="Transformer Engine is not installed")
-@pytest.mark.parametrize("write", [write_qwen3, write_qwen3_moe])
-def test_te_layers_share_attention_and_add_to_fp32_gradients(
-    write: Callable[[Path, Sizes], object], ranks: RankPool, tmp_path: Path
-) -> None:
-    write(tmp_path, Sizes())
-    for fused, dtypes, shared_by in ranks.run(2, made_of_te, tmp_path, LayoutConfig(cp=2, dp=1)):
-        assert fused and all(fused)
-        assert dtypes == {torch.float32}
+def test_te_layers_share_attention(ranks: RankPool, policy: Path) -> None:
+    for shared_by in ranks.run(2, ranks_of_attention, policy, LayoutConfig(cp=2, dp=1)):
         assert shared_by == [2] * len(shared_by) != []

@@ -1,67 +1,22 @@
-"""A pass over a pack: values that the host reads, packs without responses, padding among experts."""
+"""A pass over a pack: packs without responses, messages of stages, padding among experts."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron_dppo.config import LayoutConfig, LossConfig, ModelConfig
-from megatron_dppo.models.context import share_of
-from megatron_dppo.models.policy import packed_sequence, transformer_config
+from megatron_dppo.models.policy import transformer_config
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.parallel.without_cuda import install
 from megatron_dppo.rl.pack import build_pack
 from tests import steps
 from tests.bridge.directories import Sizes, write_qwen3_moe
-from tests.laws.test_parity import LENGTHS, build, lengths_in, pack, targets_of
+from tests.laws.test_parity import LENGTHS, build, pack
 from tests.ranks import RankPool
-
-
-class NoValueRead(TorchDispatchMode):
-    """Refuses operators for which the host waits on CUDA: a count of values, or one value."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function not in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default), function
-        return function(*args, **(kwargs or {}))
-
-
-def score_without_reading(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of some targets with the rank's share given, and without it."""
-    policy, world = build(path, layout)
-    lengths = lengths_in(layout)
-    ids, positions, packed = pack(lengths, policy.shape.vocab_size)
-    predictors = torch.arange(1, ids.shape[1], 3)
-    scoring = {"predictors": predictors, "targets": targets_of(ids, policy.shape.vocab_size)[predictors]}
-    share = share_of(lengths, predictors, world.cp_rank, layout.cp) if layout.cp > 1 else None
-    layers = policy._hidden
-
-    # Layers on a CPU split by lengths; those of Transformer Engine do not.
-    def unwatched(*arguments: Any) -> torch.Tensor:
-        with _disable_current_modes():
-            return layers(*arguments)
-
-    with NoValueRead(), mock.patch.object(policy, "_hidden", unwatched):
-        given, _ = policy(ids, positions, packed, **scoring, share=share)
-    given.sum().backward()
-    found, _ = policy(ids, positions, packed, **scoring)
-    return given.detach(), found.detach()
-
-
-@pytest.mark.parametrize("cp", [1, 2])
-def test_pass_reads_no_value_of_a_pack(cp: int, ranks: RankPool, policy: Path) -> None:
-    for given, found in ranks.run(cp, score_without_reading, policy, LayoutConfig(cp=cp)):
-        assert torch.equal(given, found) and given.any()
-
-
-def test_misstated_longest_segment_is_refused() -> None:
-    with pytest.raises(ValueError, match="the longest segment has 20 tokens"):
-        packed_sequence(np.array([0, 20, 30], np.int32), 30, torch.device("cpu"))
 
 
 def backward_without_responses(rank: int, size: int, path: Path, layout: LayoutConfig) -> bool:
