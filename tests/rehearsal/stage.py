@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,7 +43,6 @@ from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import PolicyLoss
 from megatron_dppo.trainer.shard_writer import Stage
 from tests.rehearsal.cases import CASES, Case, config_of, write_policies
-from tests.rehearsal.faults import FAULTS
 from tests.steps import build, size_of, step_of_groups, weights_of
 
 BF16, TOKENS = 2, 2048
@@ -61,17 +60,13 @@ def play_all(mode: RehearsalMode, names: list[str], out: Path) -> None:
         for name in names:
             work, _, case = name.rpartition(": ")
             began = time.perf_counter()
-            with ExitStack() as stack:
-                if work in FAULTS:
-                    owner, function, change = FAULTS[work]
-                    stack.enter_context(mock.patch.object(owner, function, change(getattr(owner, function))))
-                try:
-                    if work in WORK:
-                        found = WORK[work](mode, CASES[case], policies)
-                    else:
-                        found = play(mode, CASES[case], policies, Path(folder) / "run")
-                except Exception as error:  # reported by the test
-                    found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            try:
+                if work in WORK:
+                    found = WORK[work](mode, CASES[case], policies)
+                else:
+                    found = play(mode, CASES[case], policies, Path(folder) / "run")
+            except Exception as error:  # reported by the test
+                found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
             gc.collect()
             found["seconds"] = round(time.perf_counter() - began, 2)
             print(json.dumps({"name": name, **found}), file=file, flush=True)
@@ -139,6 +134,19 @@ def _steps(mode: RehearsalMode, case: Case, config: Config) -> dict[str, Any]:
     sizes = [parameter.numel() for parameter in policy.actor.parameters()]
     found["room"] = {dtype: sum(-(-size * width // 512) * 512 for size in sizes) for dtype, width in WIDTHS.items()}
     return found
+
+
+def leave_advantages_on_host(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
+    """Play a case with a fault put in by hand."""
+    place = actor_module.to_device
+
+    def place_others(*arguments: Any) -> Any:
+        arrays = place(*arguments)
+        object.__setattr__(arrays, "advantage", torch.zeros(arrays.advantage.shape))
+        return arrays
+
+    with mock.patch.object(actor_module, "to_device", place_others):
+        return play(mode, case, policies, Path("run"))
 
 
 def stage_tensors(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
@@ -248,6 +256,7 @@ def booked(mode: RehearsalMode) -> dict[str, Any]:
 
 
 WORK: dict[str, Callable[[RehearsalMode, Case, dict[str, Path]], dict[str, Any]]] = {
+    "host tensor": leave_advantages_on_host,
     "memory": measure_memory,
     "staging": stage_tensors,
     "engine": play_engine,

@@ -11,18 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_dppo.cli import main
-from megatron_dppo.config import LayoutConfig
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.kernels import tile_share
-from megatron_dppo.estimate.memory import chunks_in_flight, shape_of
+from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PUBLISHED
-from megatron_dppo.rehearse.booking import KernelLaunch
-from megatron_dppo.rehearse.command import as_text, seconds
-from megatron_dppo.rehearse.step import packs_to_play
+from megatron_dppo.rehearse.command import as_text
 from megatron_dppo.settings import load_config
 
 CONFIG = "configs/qwen3_0.6b_math.yaml"
@@ -84,13 +79,11 @@ def test_chosen_stage_is_played_and_extended_to_all_packs(found: dict[str, Any])
     assert 0.1 < busy["and the pipeline's waits"] < busy["and collectives"] < busy["kernels"] < 0.72
 
 
-def test_report_tells_costs_and_a_policy_that_does_not_fit(found: dict[str, Any], policy: Path) -> None:
+def test_report_names_a_policy_that_does_not_fit(found: dict[str, Any], policy: Path) -> None:
     config = load_config(CONFIG, [TWO_TRAIN, f"model.path={policy}", *SMALL_GPU])
     shape = shape_of(config.model.path)
     report = "\n".join(as_text(Setup(config, shape, place(config, shape), Assumptions()), found))
     assert "it does NOT fit into 39.4 GiB" in report
-    assert "host waits of an update:\n" in report
-    assert "the largest costs, and what lowers them:\n  head: products: pruning.completions" in report
 
 
 def check_planned_seconds(found: dict[str, Any]) -> None:
@@ -130,30 +123,3 @@ def test_benchmark_names_each_configuration(tmp_path: Path) -> None:
 def test_rank_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", CONFIG, TWO_TRAIN, "--rank", "2"]) == 2
     assert "Give 0 to 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("vpp", [1, 2, 3])
-def test_as_many_packs_are_in_flight_as_in_the_whole_update(vpp: int) -> None:
-    for pp in (2, 3, 4, 8):
-        layout = LayoutConfig(pp=pp, vpp=vpp)
-        for packs in range(pp, 65):
-            few, many = packs_to_play(packs, layout)
-            assert few == pp and min(2 * pp, packs) <= many <= packs
-            for stage in range(pp):
-                assert chunks_in_flight(stage, layout, many) == chunks_in_flight(stage, layout, packs)
-
-
-def test_seconds_are_the_larger_of_flops_and_bytes() -> None:
-    """A product waits for its last round of tiles."""
-    assert tile_share(128 * 133, 256, 132) == pytest.approx(0.9 * 266 / 396)
-    config = load_config(CONFIG, [])
-    shape = shape_of(config.model.path)
-    setup = Setup(config, shape, place(config, shape), Assumptions())
-    for name, flops, size, expected in (
-        ("aten::mm", 989e12 * 0.72, 1.0, 1.0),
-        ("aten::add", 0.0, 3.35e12 * 0.85, 1.0),
-        ("aten::add", 0.0, 1.0, 2e-6),
-        ("c10d::allreduce over 8", 0.0, 450e9 * 0.8, 2 * 7 / 8),
-    ):
-        kernel = KernelLaunch(name, flops, size, torch.bfloat16, torch.bfloat16, "megatron_dppo/x.py:f", None)
-        assert seconds(kernel, setup) == pytest.approx(expected), name

@@ -8,7 +8,7 @@ import pytest
 import torch  # noqa: F401
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rehearse.device import build_device, library_of, load_device, missing_parts, python_folder
+from megatron_dppo.rehearse.device import build_device, missing_parts, python_folder
 from megatron_dppo.rehearse.transformer_engine import CompiledModule
 
 
@@ -28,14 +28,6 @@ def test_missing_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "install_te_python.sh" in te
 
 
-def test_each_installation_of_torch_has_its_own_device(tmp_path: Path) -> None:
-    """A device is linked to torch's folder: another installation must not take it."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "version.py").write_text("__version__ = '2.13.0'\n")
-    assert library_of(tmp_path / "a") != library_of(tmp_path / "b")
-
-
 def test_installed_transformer_engine_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REHEARSAL_TRANSFORMER_ENGINE", raising=False)
     (tmp_path / "transformer_engine").mkdir()
@@ -48,11 +40,6 @@ def test_installed_transformer_engine_is_found(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("REHEARSAL_TRANSFORMER_ENGINE", "2.20.2")
     with pytest.raises(UserError, match=r"REHEARSAL_TRANSFORMER_ENGINE=2\.20\.2 bash"):
         python_folder()
-
-
-def test_device_is_refused_after_torch() -> None:
-    with pytest.raises(RuntimeError, match="before torch is imported"):
-        load_device()
 
 
 def test_function_without_a_stand_in_fails_by_name() -> None:

@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ PINNED = {
 }
 """Cases that pin memory of the model's size, and how many tensors of each type they pin for each weight. Of the
 optimizer's state it is only the moments: fake tensors have no address by which to tell master weights from weights."""
-FAULTS = ("item in the loss", "float32 product", "host tensor", "kept activation")
 GROWTH = 1.02
 Found = dict[str, dict[str, Any]]
 
@@ -78,7 +76,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         pytest.skip("a rehearsal compiles a small C++ file: install g++")
     out = tmp_path_factory.mktemp("rehearsal") / "found.jsonl"
     names = [*NAMES, *(f"memory: {name}" for name in MEMORY)]
-    names += [f"{work}: dense" for work in (*FAULTS, "engine", "staging")]
+    names += [f"{work}: dense" for work in ("host tensor", "engine", "staging")]
     names += [f"activations: {name}" for name in ACTIVATIONS if ALL]
     command = [sys.executable, "-m", "tests.rehearsal.play", str(out), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
@@ -210,14 +208,6 @@ def test_sequence_parallel_collectives_have_the_layouts_bytes(found: Found) -> N
     assert moved["_reduce_scatter_base over 2"] == (4 * LAYERS + 2) * tensor
 
 
-@pytest.mark.skipif(not ALL, reason="tp2 without sequence parallelism is a case of the whole matrix")
-def test_tensor_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
-    """Each layer sums 4 times, and the embedding and the head's backward pass together once."""
-    played = found["tp2"]
-    tensor = played["capacity"] * HIDDEN * BF16 * played["packs"]
-    assert (4 * LAYERS + 1) * tensor <= played["collective_bytes"]["allreduce over 2"] < (4 * LAYERS + 2) * tensor
-
-
 def test_data_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
     """Fp32 gradients are scattered and bf16 weights gathered once an update; a parameter is padded to 64 elements."""
     played = found["overlap dp2"]
@@ -225,21 +215,6 @@ def test_data_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
     scattered, gathered = (moved[f"{name}_tensor_coalesced over 2"] for name in ("reduce_scatter", "allgather_into"))
     assert scattered == 2 * gathered
     assert 0 <= scattered / 4 - played["elements"] <= 64 * played["streamed"]
-
-
-@pytest.mark.parametrize(
-    ("fault", "check", "words"),
-    [
-        ("item in the loss", check_waits, "item in megatron_dppo/models/actor"),
-        ("float32 product", check_products, "policy_head"),
-        ("kept activation", check_kept, None),
-    ],
-)
-def test_fault_exceeds_its_bound(fault: str, check: Callable[..., None], words: str | None, found: Found) -> None:
-    played = found[f"{fault}: dense"]
-    check_runs(played)
-    with pytest.raises(AssertionError, match=words):
-        check("dense", played)
 
 
 def test_tensor_left_on_the_host_is_named_by_its_operator(found: Found) -> None:
