@@ -15,8 +15,8 @@ from megatron_dppo.config import HEAD_CHUNK_MIB
 from megatron_dppo.models import policy_head, policy_head_torch
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from tests.commands import Command
+from tests.models.test_policy_head import MIB, Case, distance, naive
 
-MIB = 1 << 20
 VOCABULARY, HIDDEN, TEMPERATURE = 151936, 1024, 0.7
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "policy_head.py"
 
@@ -24,9 +24,6 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "policy_head.py"
 def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that needs CUDA."""
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")(test))
-
-
-Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @pytest.fixture(params=["kernels", "operators"])
@@ -63,31 +60,17 @@ def learnable(data: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden, weight
 
 
-def distance(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((ours.double() - reference).norm() / reference.norm())
-
-
 @on_a_gpu
 def test_scores_and_gradients_equal_those_in_fp64(passes: str) -> None:
     data = case(400)
-    *_, targets, grad = data
     hidden, weight = learnable(data)
-    output = score(hidden, weight, targets, chunk_mib=64)  # several chunks
-    (output.logprobs * grad).sum().backward()
-
-    exact_hidden, exact_weight = (tensor.double().requires_grad_() for tensor in data[:2])
-    logprobs = torch.log_softmax(exact_hidden @ exact_weight[:VOCABULARY].t() / TEMPERATURE, dim=-1)
-    chosen = logprobs.gather(1, targets[:, None])[:, 0]
-    (chosen * grad).sum().backward()
-    with torch.no_grad():
-        probabilities = logprobs.exp()
-        entropy = -(probabilities * logprobs).sum(dim=1)
-        error = probabilities.scatter_add(1, targets[:, None], -torch.ones_like(chosen)[:, None])
-    expected = (chosen.detach(), entropy, error.norm(dim=1))
-    for ours, reference in zip(output, expected, strict=True):
+    output = score(hidden, weight, data[2], chunk_mib=64)  # several chunks
+    (output.logprobs * data[3]).sum().backward()
+    expected, exact_hidden, exact_weight = naive(data, VOCABULARY, TEMPERATURE)
+    for ours, reference in zip(output.present, expected.present, strict=True):
         torch.testing.assert_close(ours.detach().double(), reference, rtol=2e-5, atol=5e-5)
-    assert distance(hidden.grad, exact_hidden.grad) < 2**-7
-    assert distance(weight.main_grad, exact_weight.grad) < 2**-8, "the slope is rounded to bf16, and no sum is"
+    assert distance(hidden.grad, exact_hidden) < 2**-7
+    assert distance(weight.main_grad, exact_weight) < 2**-8, "the slope is rounded to bf16, and no sum is"
     assert not weight.main_grad[VOCABULARY:].any()
 
 
