@@ -44,10 +44,9 @@ class Bench:
         script: Script,
         *settings: str,
         world: World = ALONE,
-        engine: type[ScriptedEngine] = ScriptedEngine,
         routing: RoutingShape | None = None,
     ) -> None:
-        self.script, self.engine = script, engine(tokenizer, script)
+        self.script, self.engine = script, ScriptedEngine(tokenizer, script)
         stops = (end_token_id(tokenizer),)
         config, workers = collect_config(*settings), ScriptedWorkers()
         self.collector = Collector(config, world, self.engine, workers, tokenizer, stops, routing)
@@ -172,8 +171,7 @@ def test_trees_fork_in_training_alone_and_shared_tokens_count_once(tokenizer: To
     twice, once, ones = [0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1], (1.0, 1.0, 1.0)
     long = [Said("score 1", p, segments=twice, weights=w) for w in ((1.0, 1.0, 2.5), ones, ones, ones)]
     short = [Said("score 0", p, segments=once, weights=ones)] * 4
-    broken = [Said("broken", segments=once[1:], weights=ones)] * 8
-    bench = Bench(tokenizer, {6: long + short, 2: broken}, *settings)
+    bench = Bench(tokenizer, {6: long + short}, *settings)
     result = bench.collect()
     segments = result.metadata.segments
     assert segments.shape == (1, 8, 3)
@@ -184,7 +182,7 @@ def test_trees_fork_in_training_alone_and_shared_tokens_count_once(tokenizer: To
     np.testing.assert_allclose(segments["logprob"][0, 0], [np.log(part).sum() for part in parts], rtol=1e-6)
     assert result.metrics["rollout/generated_tokens"] == 8 * 8
     assert result.metrics["rollout/unique_tokens"] == (8 + 2 + 5 + 2) + (8 + 5)
-    bench.collector.ask([pool_of(10)[2]], samples=4, temperature=1.0, seed=1, max_tokens=8)
+    bench.collector.ask([pool_of(10)[6]], samples=4, temperature=1.0, seed=1, max_tokens=8)
     assert [len(sampling.branches) for _, sampling in bench.engine.asked] == [2, 0]
     with pytest.raises(UserError, match="that did not fork"):
         Bench(tokenizer, {2: said("score 1") * 8}, *settings).collect()
@@ -296,10 +294,9 @@ def test_logged_metric_is_the_mean_over_its_completions_on_all_ranks(tokenizer: 
         5: said("score 0 depth 7", "score 1", "score 1"),
         1: BROKEN[:2] + said("score 0 depth 9"),
     }
-    for ranks in (1, 3):
-        for metrics in as_ranks(ranks, lambda world: Bench(tokenizer, script, world=world).collect().metrics):
-            logged = metrics["reward/depth"], metrics["reward/deep"], metrics["reward/errors"]
-            assert logged == (pytest.approx(4.0), 1.0, 1.0)
+    for metrics in as_ranks(3, lambda world: Bench(tokenizer, script, world=world).collect().metrics):
+        logged = metrics["reward/depth"], metrics["reward/deep"], metrics["reward/errors"]
+        assert logged == (pytest.approx(4.0), 1.0, 1.0)
 
 
 def test_completions_without_routing_to_replay_are_refused(tokenizer: Tokenizer) -> None:
