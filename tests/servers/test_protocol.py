@@ -28,6 +28,7 @@ from megatron_dppo.rollout.servers.client import (
     GenerateRequest,
     GenerateResult,
     Manifest,
+    ServerClient,
     WeightGroup,
     least_entropies,
 )
@@ -191,11 +192,19 @@ def test_a_stop_token_ends_a_completion_and_is_its_last(served: Served) -> None:
     assert len(result.logprobs) == length
 
 
+TRIES = 5
+"""A server may finish a request before a busy machine interrupts it."""
+
+
 def test_an_aborted_request_returns_its_tokens(served: Served, old: Weights) -> None:
-    request = served.start_long()
-    served.run("pause", "abort")
-    (result,) = request.result(30.0)
-    assert result.reason in ("abort", "stop")
+    for _ in range(TRIES):
+        request = served.start_long()
+        served.run("pause", "abort")
+        (result,) = request.result(30.0)
+        served.run("resume")
+        if result.reason == "abort":
+            break
+    assert result.reason == "abort"
     assert 0 < len(result.token_ids) < 800
     assert served.differences(old, result).max() < AGREES
 
@@ -203,9 +212,13 @@ def test_an_aborted_request_returns_its_tokens(served: Served, old: Weights) -> 
 @pytest.mark.parametrize("mode", ["retract", "keep"])
 def test_a_request_survives_an_update(vllm: Served, old: Weights, new: Weights, mode: str) -> None:
     """Retracted, its tokens are computed again with the new weights; kept, the old cache remains in use."""
-    request = vllm.start_long()
-    vllm.update(new, mode=mode)
-    (result,) = request.result(120.0)
+    for _ in range(TRIES):
+        vllm.server.restore()
+        request = vllm.start_long()
+        vllm.update(new, mode=mode)
+        (result,) = request.result(120.0)
+        if len(result.versions) == 2:
+            break
     (first, before), (second, after) = result.versions
     assert (result.reason, first, second, before + after) == ("length", "1", "2", 800)
     assert min(before, after) > 0
