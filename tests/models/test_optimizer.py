@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
+from megatron_dppo.config import LayoutConfig, LossConfig, replace
 from megatron_dppo.models.optimizer import OffloadedState, prepare_adam_state
 from tests.bridge.directories import Sizes, write_qwen3_moe
+from tests.laws.test_formula import update
 from tests.models.test_actor import assert_same_bits, configure, learned
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.steps import VOCAB, Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
+from tests.steps import VOCAB, config_for
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +26,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return {False: write_policy(folder / "dense", tied=True, layers=2), True: folder / "experts"}
 
 
-def one_step(rank: int, size: int, config: Config) -> tuple[dict[str, float], Weights, Weights]:
-    """Return the metrics of a step, and the weights before and after it."""
-    world, learner, policy = build(config)
-    metadata, groups = step_of_groups(size)
-    before = weights_of(policy, world)
-    metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
-    return metrics, before, weights_of(policy, world)
-
-
 def test_experts_are_clipped_by_the_norm_of_all_gradients(ranks: RankPool, paths: dict[bool, Path]) -> None:
     """Adam with eps = 1 and rate 1 moves weights by small gradients themselves."""
     config = config_for(paths[True], LayoutConfig(ep=2, dp=2), LossConfig(), 64, distributed=True)
     config = replace(config, optimizer=replace(config.optimizer, clip_grad=1e-3))
-    (metrics, before, after), _ = ranks.run(2, one_step, config)
-    moved = sum(float((after[name] - before[name]).double().square().sum()) for name in before) ** 0.5
+    (metrics, moved, _), _ = ranks.run(2, update, config, 1.0)
+    norm = sum(float(by.double().square().sum()) for by in moved.values()) ** 0.5
     assert metrics["train/grad_norm"] > 0.1
-    assert moved == pytest.approx(1e-3, rel=0.02)
+    assert norm == pytest.approx(1e-3, rel=0.02)
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [("bf16", True), ("fp32", False)])

@@ -14,7 +14,7 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models import shape as shapes
 from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, padded_vocab, read_shape
-from tests.policies import SCALED, write_family
+from tests.policies import write_family
 
 SHAPE = PolicyShape(
     num_layers=6,
@@ -76,11 +76,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("", {"model_type": "llama"}, 'Qwen3ForCausalLM is of model_type "llama"'),
     ("", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}, "yarn"),
     ("", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-    ("", {"rope_parameters": ..., "rope_theta": 0}, "rope_theta = 0, which is no number above 0"),
     ("", {"hidden_act": "gelu"}, "gelu"),
     ("", {"use_sliding_window": True}, "use_sliding_window = true"),
     ("", {"attention_bias": True}, "attention_bias = true"),
-    ("", {"num_hidden_layers": 10**6}, "num_hidden_layers = 1e+06, which is more than 10,000"),
     ("", {"head_dim": ...}, "has no 'head_dim'"),
     ("", MOE | {"num_experts": 6, "mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("", MOE | {"num_experts": 6, "num_experts_per_tok": 1, "norm_topk_prob": True}, "a single expert"),
@@ -89,12 +87,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (LLAMA, {"mlp_bias": True}, "mlp_bias = true"),
     (LLAMA, {"pretraining_tp": 2}, "pretraining_tp = 2"),
     (LLAMA, {"rope_scaling": {"type": "dynamic"}}, 'rope_type = "dynamic"'),
-    (LLAMA, {"rope_scaling": SCALED | {"type": "llama3", "factor": "8"}}, 'factor = "8"'),
     (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
     (MISTRAL, {"sliding_window": 32}, "sliding_window = 32"),
     (MISTRAL, {"sliding_window": ...}, "sliding_window = 4096"),  # transformers' default
     (HYBRID, {"layer_types": ["full_attention"] * 4}, "layer_types"),
-    (HYBRID, {"layer_types": ["linear_attention"] * 4}, "layer_types"),
     (HYBRID, {"layer_types": ["full_attention", *["linear_attention"] * 3]}, "layer_types"),
 ]
 
@@ -112,45 +108,18 @@ def test_folder_without_readable_config_is_refused(tmp_path: Path) -> None:
         read_shape(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"has no config\.json"):
         read_shape(tmp_path)
-    for text, words in (("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "no JSON object")):
+    for text, words in (("{", "not JSON"), ("[]", "no JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=words):
             read_shape(tmp_path)
 
 
-COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-          "intermediate_size", "vocab_size", "max_position_embeddings")  # fmt: skip
-ODD = (None, "16", 0, -1, 1.5, True, [], {}, float("nan"))
-
-
-def test_values_of_odd_types_are_refused_or_passed_over(tmp_path: Path) -> None:
-    good = json.loads((write_config(tmp_path) / "config.json").read_text())
-    for key in (*COUNTS, "rms_norm_eps"):
-        for value in ODD:
-            if (key, value) != ("rms_norm_eps", 1.5):
-                (tmp_path / "config.json").write_text(json.dumps(good | {key: value}))
-                with pytest.raises(UserError, match=rf"its config\.json has {key} = .*which is no"):
-                    read_shape(tmp_path)
-    for key in ("architectures", "rope_parameters", "model_type", "hidden_act", "mlp_only_layers"):
-        for value in (*ODD, ["a"], [None]):
-            (tmp_path / "config.json").write_text(json.dumps(good | {key: value}))
-            try:
-                read_shape(tmp_path)
-            except UserError as error:
-                assert error.setting == "model.path"
-
-
 UNFIT: list[tuple[PolicyShape, dict[str, Any], str, str]] = [
     (SHAPE, {"tp": 8}, "tp", "one of 1, 2, 4"),
-    (SHAPE, {"pp": 10**30}, "pp", "one of 1, 2, 3, 6"),
     (SHAPE, {"pp": 2, "vpp": 2}, "pp", "one of 3, or set layout.vpp to one of 1, 3"),
     (SHAPE, {"pp": 4, "first_stage_layers": 2}, "pp", "one of 2, 3, 5, or leave layout.first_stage_layers"),
-    (SHAPE, {"pp": 2, "first_stage_layers": 6}, "pp", "Leave layout.first_stage_layers out"),
-    (SHAPE, {"pp": 2, "vpp": 2, "first_stage_layers": 2, "last_stage_layers": 4}, "pp", "layout.vpp to one of 1"),
     (SHAPE, {"vpp": 2}, "vpp", "set layout.pp to 2 or more"),
-    (SHAPE, {"last_stage_layers": 2}, "last_stage_layers", "set layout.pp to 2 or more"),
     (SHAPE, {"ep": 2}, "ep", "Leave it out"),
-    (SHAPE, {"etp": 2}, "etp", "Leave it out"),
     (MOE_SHAPE, {"ep": 4}, "ep", "one of 1, 2, 3, 6"),
     (MOE_SHAPE, {"etp": 3}, "etp", "layout.etp to one of 1, 2, 4,"),
     (MOE_SHAPE, {"tp": 2, "etp": 1, "ep": 3, "sequence_parallel": True}, "ep", "layout.etp to one of 2, 4"),
@@ -167,27 +136,16 @@ def test_layout_that_does_not_divide_is_refused(
     assert caught.value.setting == f"layout.{setting}"
 
 
-def test_layouts_that_divide_pass() -> None:
-    for layout in (LayoutConfig(tp=4, pp=3), LayoutConfig(cp=5), LayoutConfig(sequence_parallel=True)):
-        check_layout(SHAPE, layout)
-    for layout in (LayoutConfig(tp=2, sequence_parallel=True), LayoutConfig(pp=2, ep=3)):
-        check_layout(MOE_SHAPE, layout)
-
-
 def test_padding_of_the_vocabulary_does_not_depend_on_tp() -> None:
     assert {padded_vocab(151_936, tp) for tp in (1, 2, 4, 8)} == {151_936}
     assert {padded_vocab(131, tp) for tp in (1, 2, 4, 128)} == {256}
     assert padded_vocab(131, 3) == 384
 
 
-@pytest.mark.parametrize(("installed", "refused"), [("0.18.0", True), ("0.19.0", False)])
-def test_delta_networks_need_a_newer_megatron_core(
-    installed: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_delta_networks_need_a_newer_megatron_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = read_shape(write_family(tmp_path, HYBRID))
-    monkeypatch.setattr(shapes, "version", lambda package: installed)
-    if refused:
-        with pytest.raises(UserError, match=rf"Megatron-Core {installed} cannot train.*Python 3.12"):
-            check_megatron(shape)
-    else:
+    monkeypatch.setattr(shapes, "version", lambda package: "0.19.0")
+    check_megatron(shape)
+    monkeypatch.setattr(shapes, "version", lambda package: "0.18.0")
+    with pytest.raises(UserError, match=r"Megatron-Core 0.18.0 cannot train"):
         check_megatron(shape)
