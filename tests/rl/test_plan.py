@@ -146,8 +146,8 @@ def first_minibatch(packing: PackConfig | None = None, **options) -> MinibatchPl
 
 
 def test_packs_obey_the_settings_of_the_layout_and_of_packing():
-    minibatch = first_minibatch(replicas=3, align=7, capacity_multiple=64)
-    assert (len(minibatch.packs), minibatch.capacity % (7 * 64)) == (3, 0)
+    minibatch = first_minibatch(replicas=3, align=11, capacity_multiple=64)
+    assert (len(minibatch.packs), minibatch.capacity % (11 * 64)) == (3, 0)
     for least, count in ((0, 8), (3, 3)):
         packs = first_minibatch(PackConfig(max_tokens=65536, min_per_rank=least), pipeline=4).packs
         assert [len(rank) for rank in packs] == [count, count]
@@ -235,6 +235,8 @@ def test_all_that_can_teach_is_kept_where_nothing_is_pruned(rule: str, step: int
     group, completion = np.nonzero(group_advantages(metadata.rewards, normalise=True))
     assert pairs(samples) == list(zip(group.tolist(), completion.tolist(), strict=True))
     assert (samples.weight == 1.0).all()
+    middle = samples_of(metadata, config, step=50)
+    assert (len(middle.group) < len(group)) == (rule != "none")
 
 
 def test_every_minibatch_has_a_draw_of_its_own():

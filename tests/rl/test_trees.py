@@ -11,13 +11,7 @@ import pytest
 
 from megatron_dppo.config import BranchConfig, Config, RolloutConfig, TreeConfig, replace
 from megatron_dppo.rl.advantages import completion_advantages
-from megatron_dppo.rl.trees import (
-    ForkStatistics,
-    biased_settings,
-    interval,
-    tree_advantages,
-    variance_parts,
-)
+from megatron_dppo.rl.trees import ForkStatistics, biased_settings, interval, tree_advantages, variance_parts
 from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata
 from tests.rl.integration import all_plans
 from tests.rl.plans import step_config, step_metadata
@@ -65,44 +59,50 @@ def test_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("baseline", "first", "second"), [("siblings", 3.0, -6.0), ("roots", 4.5, 3.0), ("mixed", 3.75, -1.5)]
+    ("baseline", "second", "third"),
+    [
+        ("siblings", [-3, 12, -6], [4, -4, -8, 24, 12, -12]),
+        ("roots", [3, 18, 6], [5, 1, 6, 42, 12, 0]),
+        ("mixed", [-1, 14, -2], [4.5, -1.5, -1, 33, 12, -6]),
+    ],
 )
-def test_advantages_of_a_tree_written_out(baseline: str, first: float, second: float) -> None:
-    """The first of three roots has two children of three, of the values 6 and 3, the second of the weight 2: V is 4.
-    The second root, of the value 1, ended before the fork. The third has one child, of the value 2. A path in several
-    slots is trained on once."""
-    segments = np.zeros((1, 9, 2), SEGMENT)
-    segments["tokens"] = [[[1, 1]] * 3 + [[1, 0]] * 3 + [[1, 1]] * 3]
-    segments["weight"] = [[[1.0, weight] for weight in (1, 2, 0, 1, 1, 1, 1, 0, 0)]]
-    tree = TreeConfig(roots=3, branches=(BranchConfig(at=1, children=3),), baseline=baseline)
-    found = tree_advantages(np.array([[6.0, 3, 6, 1, 1, 1, 2, 2, 2]]), segments, tree)
-    none = [0.0, 0.0]
-    expected = [[5.0, first], [2.5, second], none, [-6.0, 0.0], none, none, [-1.5, -0.5], none, none]
+def test_advantages_of_a_tree_written_out(baseline: str, second: list[float], third: list[float]) -> None:
+    """The first root, of the value 6, has three children of the values 2, 8 and 2, and each of them two. The second
+    root, of the value −1, ended before its fork: its path in six slots is trained on once."""
+    segments = np.zeros((1, 12, 3), SEGMENT)
+    segments["tokens"] = segments["weight"] = 1
+    segments["tokens"][0, 6:, 1:] = 0
+    segments["weight"][0, 2:6, 1], segments["weight"][0, 3, 2] = 2.0, 3.0
+    branches = BranchConfig(at=1, children=3), BranchConfig(at=2, children=2)
+    tree = TreeConfig(roots=2, branches=branches, baseline=baseline)
+    found = tree_advantages(np.array([[4.0, 0, 2, 6, 5, -1, *[-1] * 6]]), segments, tree)
+    expected = np.zeros((12, 3))
+    expected[:6] = np.column_stack([[7] * 6, np.repeat(second, 2), third])
+    expected[6, 0] = -42
     np.testing.assert_allclose(found[0], expected, atol=1e-12)
 
 
-def tree_config(given: Forests, rule: str, **loss: object) -> Config:
+def tree_config(given: Forests) -> Config:
     rollout = RolloutConfig(max_response_tokens=LONGEST, samples_per_prompt=given.rewards.shape[1], tree=given.tree)
-    return replace(step_config(rule=rule, name="dr_grpo", **loss), rollout=rollout)
+    return replace(step_config(name="dr_grpo"), rollout=rollout)
 
 
-def tree_metadata(given: Forests, outcomes: slice = slice(None)) -> StepMetadata:
-    """Return one prompt for each outcome."""
-    segments = given.segments[outcomes]
-    fields = {"rewards": given.rewards[outcomes], "score_norms": np.sqrt(segments["square"].sum(axis=-1))}
-    return step_metadata(
-        *segments.shape[:2], response_lengths=segments["tokens"].sum(axis=-1), segments=segments, **fields
-    )
+def tree_metadata(given: Forests, outcome: int) -> StepMetadata:
+    """Return one prompt with the trees of an outcome."""
+    segments = given.segments[[outcome]]
+    fields = {"rewards": given.rewards[[outcome]], "score_norms": np.sqrt(segments["square"].sum(axis=-1))}
+    lengths = segments["tokens"].sum(axis=-1)
+    return step_metadata(*lengths.shape, response_lengths=lengths, segments=segments, **fields)
 
 
 @pytest.mark.parametrize("name", ["early stop", "pruned before"])
 def test_pruned_plan_is_unbiased_over_all_trees_and_draws(name: str) -> None:
     given, total, pruned = case(name), 0.0, False
-    config = tree_config(given, "neyman")
+    config = tree_config(given)
     for outcome, probability in enumerate(given.probability.tolist()):
         tokens = given.segments["tokens"][outcome]
         segments: list[Ints] = [np.repeat(np.arange(len(each)), each) for each in tokens]
-        for step, drawn in all_plans(tree_metadata(given, slice(outcome, outcome + 1)), config):
+        for step, drawn in all_plans(tree_metadata(given, outcome), config):
             pruned |= drawn < 1.0
             total += probability * drawn * plan_gradient(given.toy, step, given.paths[outcome], segments)
     true = given.toy.gradient()
