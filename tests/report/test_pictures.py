@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import matplotlib.image
@@ -44,14 +43,6 @@ def test_run_without_measurements_is_drawn_empty(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "pruning.jsonl", "answers.jsonl"):
         (run / name).write_text("")
     assert all((ink < SOME).all() for ink in drawn(run).values())
-
-
-def test_biased_rule_has_no_noise_to_show(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", 3)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    write_lines(run / "metrics.jsonl", [{k: v for k, v in row.items() if "noise" not in k} for row in rows])
-    (answers, causes), (noise, tokens) = drawn(run)["pruning"]
-    assert noise < SOME < min(answers, causes, tokens)
 
 
 def test_ranks_do_not_import_matplotlib(tmp_path: Path) -> None:

@@ -22,15 +22,6 @@ def test_line_goes_through_its_values() -> None:
     assert [(label.x, label.y, label.value) for label in plot.labels] == [(1.0, 0.5, "0.5")]
 
 
-def test_logarithmic_axis_has_equal_steps_for_equal_factors() -> None:
-    line = Line("run", "run0", np.arange(4.0), np.array([1e-7, 0.0, 1e-6, 1e-5]))
-    plot = line_plot("", "", [line], log=True, limit=(1e-4, "limit"))
-    (drawn,) = [mark for mark in plot.marks if mark.x]
-    heights = [y for _, y in points(drawn.path)]
-    assert np.allclose(heights, [1000, 666.7, 333.3], atol=0.1)  # what is not above 0 has no place
-    assert [label.name for label in plot.labels] == ["", "limit"]
-
-
 def test_bars_of_a_long_run_are_means_of_neighbours() -> None:
     values = np.arange(1000.0)
     plot = stack_plot("", "", values, [Layer("a", "a", values)], form="number", top=1000.0)

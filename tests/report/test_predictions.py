@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +22,3 @@ def test_predicted_chances_are_compared_with_outcomes(tmp_path: Path) -> None:
 def test_errors_of_all_predictors_are_shown(tmp_path: Path) -> None:
     plot = brier_plot(read_run(write_run(tmp_path / "run"), "run"))
     assert {key.name for key in plot.key} == {"from its text", "its visits", "all prompts"}
-
-
-def test_run_without_predictions_shows_nothing(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    for file, gone in (("pruning.jsonl", "by_prediction"), ("metrics.jsonl", "prune/brier")):
-        rows = [json.loads(line) for line in (run / file).read_text().splitlines()]
-        kept = [{key: value for key, value in row.items() if not key.startswith(gone)} for row in rows]
-        (run / file).write_text("".join(json.dumps(row) + "\n" for row in kept))
-    read = read_run(run, "run")
-    assert reliability_plot(read).empty and brier_plot(read).empty

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
 from megatron_dppo.rl.types import Prompt
-from megatron_dppo.rollout.engine import Completions, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.local import LocalEngine
 from tests.ranks import RankPool
 from tests.small_runs import REWARD, live, rows, small_run, write_run
@@ -25,31 +25,25 @@ def record_calls(rank: int, size: int, config: Config) -> tuple[str, str, str]:
     """Return the calls of a run to its engine, the run's output, and the setting of its failure."""
     calls: list[str] = []
 
+    def record(name: str) -> Callable[..., Any]:
+        method = getattr(LocalEngine, name)
+
+        def recorded(engine: LocalEngine, *arguments: Any) -> Any:
+            calls.append(f"update {arguments[1]}" if name == "update_weights" else name)
+            return method(engine, *arguments)
+
+        return recorded
+
     class Recorded(LocalEngine):
-        def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Future[Completions]:
-            calls.append("begin")
-            return super().begin(prompts, sampling)
-
-        def pause(self) -> None:
-            calls.append("pause")
-            super().pause()
-
-        def resume(self) -> None:
-            calls.append("resume")
-            super().resume()
-
-        def update_weights(self, source: WeightSource, version: int) -> None:
-            calls.append(f"update {version}")
-            super().update_weights(source, version)
+        begin, pause, resume, update_weights, close = map(
+            record, ("begin", "pause", "resume", "update_weights", "close")
+        )
 
         def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
             return {"local": super().begin(prompts, sampling).result()}
 
         def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
             return {"rollout/lost_servers": float(calls.count("begin"))}, ("a server was taken out",)
-
-        def close(self) -> None:
-            calls.append("close")
 
     release = Actor.release_memory
 

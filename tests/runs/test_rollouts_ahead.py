@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,35 +82,21 @@ def record_order(rank: int, size: int, config: Config) -> str:
     """Return the parts of a run's steps, and the calls of its collector, in their order."""
     order: list[str] = []
 
-    class Recorded(Trainer):
-        def select(self, step: int) -> StepRollouts:
-            order.append(f"select {step}")
-            return super().select(step)
+    def record(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
 
-        def plan(self, rollouts: CompleteRollouts) -> StepPlan:
-            plan = super().plan(rollouts)
-            order.append(f"plan {self.step}")
-            return plan
-
-        def train(self, plan: StepPlan, rollouts: CompleteRollouts) -> dict[str, float]:
-            order.append(f"train {self.step}")
-            return super().train(plan, rollouts)
-
-        def sync(self, version: int) -> None:
-            super().sync(version)
-            order.append(f"sync {version}")
-
-    def record_calls(word: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*arguments: Any) -> Any:
-            order.append(word)
+            order.append(" ".join([name, *(str(each) for each in arguments if isinstance(each, int))]))
             return method(*arguments)
 
-        return recorded
+        setattr(owner, name, recorded)
 
     with ExitStack() as to_close:
-        trainer = begin_run(config, Recorded, to_close)
-        for word in ("request", "finish"):
-            setattr(trainer.collector, word, record_calls(word, getattr(trainer.collector, word)))
+        trainer = begin_run(config, Trainer, to_close)
+        for name in ("select", "plan", "train", "sync"):
+            record(trainer, name)
+        for name in ("request", "finish"):
+            record(trainer.collector, name)
         trainer.run()
     return " ".join(order)
 
@@ -120,10 +105,10 @@ def test_next_steps_are_requested_before_a_step_trains(policy: Path, ranks: Rank
     on_policy = small_run(policy, tmp_path / "on-policy", "run.steps=2", "eval.problems=0")
     two_ahead = small_run(policy, tmp_path / "two", "run.steps=4", "rollout.ahead=2", "eval.problems=0")
     assert ranks.in_turn(1, (record_order, on_policy), (record_order, two_ahead)) == [
-        ["sync 0 select 0 request finish plan 0 train 0 sync 1 select 1 request finish plan 1 train 1 sync 2"],
+        ["sync 0 select 0 request finish plan train sync 1 select 1 request finish plan train sync 2"],
         [
-            "sync 0 select 0 request finish plan 0 select 1 request select 2 request train 0 sync 1 "
-            "finish plan 1 select 3 request train 1 sync 2 finish plan 2 train 2 sync 3 finish plan 3 train 3 sync 4"
+            "sync 0 select 0 request finish plan select 1 request select 2 request train sync 1 "
+            "finish plan select 3 request train sync 2 finish plan train sync 3 finish plan train sync 4"
         ],
     ]
 

@@ -11,21 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.cli import main
 from tests.commands import Command
 from tests.laws.test_resume import wait_for
+from tests.small_runs import small_words, write_run
 
-SETTINGS = (
-    "run.steps=1",
-    "layout.tp=2",
-    "data.train=arithmetic",
-    "data.chat_template=false",
-    "data.arithmetic.problems=24",
-    "rollout.prompts_per_step=2",
-    "rollout.samples_per_prompt=2",
-    "rollout.max_response_tokens=4",
-    "eval.problems=0",
-)
 LIMIT_S = 30.0
 """Ten are promised, of a machine that is not as busy as one that runs tests."""
 
@@ -51,20 +40,15 @@ def runs_in(process: psutil.Process, folder: Path) -> bool:
         return False
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    size = ["--hidden", "32", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--ffn", "48"]
-    assert main(["init", str(folder), "--tokenizer", "arithmetic", *size]) == 0
-    return folder
+POLICY = write_run
 
 
 @pytest.mark.parametrize(
     ("background", "victim"), [(False, "rank"), (True, "launcher")], ids=["at once-rank", "in the background-launcher"]
 )
-def test_no_writer_outlives_a_killed(policy: Path, tmp_path: Path, background: bool, victim: str) -> None:
-    words = ["megatron-dppo", "train", f"run.dir={tmp_path / 'run'}", f"model.path={policy}", *SETTINGS]
-    words += [f"run.checkpoint_in_background={str(background).lower()}"]
+def test_no_writer_outlives_the_run(policy: Path, tmp_path: Path, background: bool, victim: str) -> None:
+    settings = ("run.steps=1", "layout.tp=2", "eval.problems=0", f"run.checkpoint_in_background={background}")
+    words = ["megatron-dppo", "train", *small_words(policy, tmp_path / "run", *settings)]
     launcher = Command(words, tmp_path / "log", tmp_path, before=partial(slow_disk, tmp_path)).start()
     wait_for(launcher, lambda: len(list(tmp_path.glob("slow-*"))) >= 2)  # writers of both ranks
     rank = psutil.Process(launcher.pid).children()[0]

@@ -84,24 +84,14 @@ def test_ppo_from_a_file_is_grpo(ranks: RankPool, own: Path, tmp_path: Path) -> 
 
 def test_named_objective_gives_clips_and_ratio(own: Path) -> None:
     """GSPO's ratio is its sequence's; a clip of the run's settings holds."""
-    old = torch.tensor([-1.0, -1.0])
-    given = {
-        "logprobs": torch.tensor([-1.0, -0.6]),
-        "old_logprobs": old,
-        "engine_logprobs": old,
-        "reference_logprobs": None,
-        "advantage": torch.ones(2),
-        "kl_coef": 0.0,
-        "tis_cap": None,
-        "sample": torch.zeros(2, dtype=torch.long),
-    }
+    logprobs, old = torch.tensor([-1.0, -0.6]), torch.tensor([-1.0, -1.0])
     for settings, loss in (
         ({"name": "gspo"}, [-1.0004, -1.0004]),
         ({"name": "gspo", "clip_high": 9.0}, [-1.2214, -1.2214]),
         ({"name": "dapo"}, [-1.0, -1.28]),
     ):
         objective = objective_of(LossConfig(objective=f"{own}:ppo", **settings))
-        assert token_losses(objective, **given).loss.tolist() == pytest.approx(loss, abs=1e-4)
+        assert compute_losses(objective, logprobs, old).tolist() == pytest.approx(loss, abs=1e-4)
         assert objective.aggregation == objective_of(LossConfig(**settings)).aggregation
 
 
@@ -131,23 +121,23 @@ def test_unfit_objective_is_refused(name: str, problem: str, own: Path) -> None:
 def test_error_of_a_function_names_the_function(own: Path) -> None:
     """Of an objective that passes its trial and fails on a pack, and of an engine's constructor."""
     objective = objective_of(LossConfig(objective=f"{own}:stumbles"))
-    tokens = token_losses_of(objective, 4)
-    assert len(tokens) == 4
+    long = torch.full((9,), -1.0)
+    compute_losses(objective, long[:4], long[:4])
     with pytest.raises(
         UserError, match=r"loss\.objective = .*:stumbles: raised for 9 tokens:\n(.|\n)*SystemExit: too m"
     ):
-        token_losses_of(objective, 9)
+        compute_losses(objective, long, long)
     make = engine_maker(Config(rollout=RolloutConfig(engine_function=f"{own}:no_engine")))
     assert make is not None
     with pytest.raises(UserError, match=r"rollout\.engine_function = (.|\n)*no_such_thing"):
         make("path", device=None, dtype=None, world=None)
 
 
-def token_losses_of(objective: Objective, count: int) -> torch.Tensor:
-    logprobs = torch.full((count,), -1.0)
-    rest = {"engine_logprobs": logprobs, "reference_logprobs": None, "advantage": torch.ones(count), "kl_coef": 0.0}
-    sample = torch.zeros(count, dtype=torch.int64)
-    return token_losses(objective, logprobs=logprobs, old_logprobs=logprobs, tis_cap=None, sample=sample, **rest).loss
+def compute_losses(objective: Objective, logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Return the losses of one completion with an advantage of one."""
+    ones, sample = torch.ones_like(old), torch.zeros(len(old), dtype=torch.int64)
+    behind = {"old_logprobs": old, "engine_logprobs": old, "reference_logprobs": None, "sample": sample}
+    return token_losses(objective, logprobs=logprobs, advantage=ones, kl_coef=0.0, tis_cap=None, **behind).loss
 
 
 def test_own_engine_without_all_methods_is_refused(own: Path) -> None:

@@ -167,15 +167,10 @@ def test_disagreeing_engine_stops_every_rank_with_evidence(
     assert f"are in {file}." in first
     assert {*others} == {first}
     evidence = json.loads(file.read_text())["completions"]
-    group = step_of_groups(2)[1][FRESH]
-    kept = [(each["prompt_ids"], each["response_ids"], each["engine_logprobs"]) for each in evidence]
-    made = [
-        (group.prompt.token_ids.tolist(), c.token_ids[c.loss_mask].tolist(), c.logprobs[c.loss_mask].tolist())
-        for c in group.completions
-    ]
-    assert kept
-    assert all(each in made for each in kept)
+    made = [c.token_ids[c.loss_mask].tolist() for c in step_of_groups(2)[1][FRESH].completions]
+    assert evidence
     for each in evidence:
+        assert each["response_ids"] in made
         difference = np.abs(np.subtract(each["trainer_logprobs"], each["engine_logprobs"]))
         assert each["mean_abs_diff"] == pytest.approx(difference.mean())
 

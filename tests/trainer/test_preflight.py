@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,13 +141,13 @@ def test_truncated_weights_are_refused(policy: Path, tmp_path: Path) -> None:
     assert "truncated" in error.problem
 
 
-def write_marks(config: Config, step: int) -> Path:
+def write_marks(config: Config, step: int, state: Mapping[str, Any] | None = None) -> Path:
     """Write the marks of a run's checkpoint, without weights."""
     place = Path(config.run.dir) / "checkpoints" / iteration_name(step)
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     (place / FORMAT).write_text("{}")
     (place.parent / TRACKER).write_text(str(step))
-    write_state(place, {}, Writer.of(config, "torch"))
+    write_state(place, dict(state or {}), Writer.of(config, "torch"))
     Checksums(place, {}).write()
     return place
 
@@ -208,7 +210,6 @@ def test_missing_room_on_the_disk_is_found(policy: Path, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "per_weight"),
     [
-        (("run.checkpoint_every=0",), 4 + 12),  # only the last
         (("run.checkpoint_every=50",), 2 * (4 + 12)),  # no more than are ever written
         (("run.checkpoint_every=10", "model.dtype=bf16"), 4 * (2 + 12)),  # kept ones, best and new one
         (("run.checkpoint_every=0", "run.export=true"), 4 + 12 + 4),
@@ -241,7 +242,6 @@ def test_files_for_servers_lie_on_the_runs_disk(
     config, shape = load_config(None, overrides), read_shape(policy)
     found = disk_needed(config, shape)
     assert found.sync == 4 * (weights * parameters(shape) + adapters * parameters(shape, config.model.lora))
-    assert found.total == found.checkpoint * found.checkpoints + found.export + found.sync + OVERHEAD
 
 
 def test_adapters_unknown_to_peft_are_refused(tmp_path: Path) -> None:

@@ -49,7 +49,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 OTHER: dict[str, Damage] = {
     "other JSON": lambda path, rng: replace_file(path, b'{"a": 1}\n[1, 2]\n'),
-    "a line of text": lambda path, rng: replace_file(path, path.read_bytes() + b"notes\n"),
     "no text": lambda path, rng: replace_file(path, b"\x80\x04\xff\xfe\n" * 9),
     "cut short": lambda path, rng: replace_file(path, path.read_bytes()[:-7]),
     "another's": lambda path, rng: replace_file(path, b'{"step": 1, "answers": [{"prompt": 3}]}\n'),
@@ -129,7 +128,6 @@ def test_unread_setting_is_named(idle: str) -> None:
     ("function", "idle"),
     [
         ("async def f(data_source, solution_str, ground_truth, extra_info=None): ...", False),
-        ("class Judge:\n    async def __call__(self, args, sample): ...\nf = Judge()", False),
         ("def f(data_source, solution_str, ground_truth, extra_info=None): ...", True),
         ("async def f(args, samples): ...", True),
     ],
