@@ -15,7 +15,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.api import _with_functions
-from megatron_dppo.bridge.checkpoint_folder import Checksums
 from megatron_dppo.config import Config, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.settings import load_config
@@ -27,15 +26,10 @@ from megatron_dppo.trainer.fingerprints import (
     weight_digests,
 )
 from megatron_dppo.trainer.resume import check_resume, record, same_prompts
-from megatron_dppo.trainer.writer import FILES, Writer, write_state
-from tests.policies import write_policy
+from megatron_dppo.trainer.writer import FILES
+from tests.trainer.test_preflight import write_marks
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(4)]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_policy(tmp_path_factory.mktemp("policy") / "hf", layers=1)
 
 
 @pytest.fixture
@@ -62,14 +56,8 @@ def config(policy: Path, tmp_path: Path) -> Config:
 
 
 def save(config: Config, folder: Path) -> None:
-    place = folder / "checkpoints" / "iter_0000003"
-    place.mkdir(parents=True, exist_ok=True)
+    write_marks(config, 3, {FILES: fingerprints(config)})
     record(folder, 0, config)
-    (place / "common.pt").touch()
-    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    write_state(place, {FILES: fingerprints(config)}, Writer.of(config))
-    Checksums(place, {}).write()
-    (place.parent / "latest_checkpointed_iteration.txt").write_text("3\n")
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
@@ -110,14 +98,13 @@ def train(file: Path) -> None:
         (shorten, "eval.json", "data.eval.held out: eval.json has changed, and row 4 is the first that differs", True),
         (lengthen, "reward.py", "reward.function: reward.py has changed", False),
         (train, "policy/model.safetensors", "model.path: model.safetensors has changed", False),
-        (lengthen, "policy/config.json", "model.path: config.json has changed", False),
         (lengthen, "policy/chat_template.jinja", "model.path: chat_template.jinja has changed", True),
         (Path.unlink, "policy/chat_template.jinja", "model.path: chat_template.jinja is not there any more", True),
         (Path.touch, "policy/added_tokens.json", "model.path: added_tokens.json was not there", True),
         (train, "teacher/model.safetensors", "loss.distillation.teacher: model.safetensors has changed", False),
     ],
 )
-def test_another_file_of_the_same_name_is_refused_and_named(
+def test_changed_file_is_refused_and_named(
     change: Callable[[Path], None], file: str, said: str, prompts: bool, config: Config, tmp_path: Path
 ) -> None:
     change(tmp_path / file)
@@ -130,7 +117,7 @@ def test_another_file_of_the_same_name_is_refused_and_named(
     assert same_prompts(tmp_path / "run", 3, anyway) is not prompts, "other prompts begin a new order"
 
 
-def test_the_same_files_in_another_place_or_written_again_are_the_same(config: Config, tmp_path: Path) -> None:
+def test_files_written_again_are_the_same(config: Config, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "policy", tmp_path / "copy")
     shutil.rmtree(tmp_path / "policy")
     (tmp_path / "copy").rename(tmp_path / "policy")
@@ -139,7 +126,7 @@ def test_the_same_files_in_another_place_or_written_again_are_the_same(config: C
     check_resume(replace(config, eval=replace(config.eval, problems=0)))  # which then reads no held-out file
 
 
-def test_of_large_weights_a_bounded_part_is_read(tmp_path: Path) -> None:
+def test_large_weights_are_sampled(tmp_path: Path) -> None:
     """Eight times what is read in all: the header, both ends and stretches between are compared, the rest is not."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2**21], "data_offsets": [0, 2**23]}}).encode()
     file = tmp_path / "model.safetensors"
@@ -155,30 +142,24 @@ def test_of_large_weights_a_bounded_part_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", [False, True])
-def test_what_a_function_s_file_imports_of_its_folder_belongs_to_it(
-    config: Config, tmp_path: Path, package: bool
-) -> None:
+def test_imports_of_a_functions_folder_are_compared(config: Config, tmp_path: Path, package: bool) -> None:
     (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "__init__.py").touch()
-    (tmp_path / "parts" / "scores.py").write_text(
-        "from ..helper import half\n" if package else "from helper import half\n"
-    )
+    own = ["parts/__init__.py", *(["__init__.py"] if package else [])]
+    for name in own:
+        (tmp_path / name).touch()
+    (tmp_path / "parts" / "scores.py").write_text(f"from {'..' * package}helper import half\n")
     (tmp_path / "helper.py").write_text("half = 0.5\n")
     (tmp_path / "alone.py").write_text("import json\n")
     (tmp_path / "reward.py").write_text(f"import json, os.path\nfrom {'.' * package}parts.scores import half\n")
-    if package:
-        (tmp_path / "__init__.py").touch()
     found = fingerprints(config)
     names = {name.partition(": ")[2] for name in found if name.startswith("reward.function")}
-    assert names == {"reward.py", "parts/__init__.py", "parts/scores.py", "helper.py"} | (
-        {"__init__.py"} if package else set()
-    )
+    assert names == {"reward.py", "parts/scores.py", "helper.py", *own}
     (tmp_path / "helper.py").write_text("half = 0.25\n")
     changed = {name for name, digest in fingerprints(config).items() if digest != found[name]}
     assert changed == {"reward.function: helper.py"}
 
 
-def test_a_file_that_comes_into_a_folder_of_prompts_is_named(config: Config, tmp_path: Path) -> None:
+def test_new_file_of_a_folder_of_prompts_is_named(config: Config, tmp_path: Path) -> None:
     (folder := tmp_path / "rows").mkdir()
     write(folder / "a.jsonl", ROWS)
     of_folder = load_config(None, [], {**config.model_dump(), "data": {"train": str(folder)}})
@@ -203,7 +184,7 @@ def scores(worth: float) -> Callable[..., Any]:
     return score
 
 
-def test_a_function_from_python_is_known_by_its_text(config: Config, tmp_path: Path) -> None:
+def test_function_from_python_is_known_by_its_text(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     give = partial(_with_functions, config, folder, check=check_resume)
     anyway = replace(config, run=replace(config.run, resume="anyway"))
@@ -224,9 +205,7 @@ def test_a_function_from_python_is_known_by_its_text(config: Config, tmp_path: P
         check_resume(replace(changed, run=config.run))
 
 
-def test_of_a_function_without_source_a_run_says_that_its_changes_are_not_noticed(
-    config: Config, tmp_path: Path
-) -> None:
+def test_functions_without_source_are_named(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     anyway = replace(config, run=replace(config.run, resume="anyway"))
     save(_with_functions(anyway, folder, check=check_resume, reward=scores(0.5)), folder)
