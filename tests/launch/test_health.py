@@ -48,15 +48,12 @@ def test_healthy_ranks_add_up_and_report_their_speed(tmp_path: Path, size: int) 
     (code, said), *others = check_nodes(tmp_path, range(size), size)
     assert (code, others) == (0, [(0, "")] * (size - 1)), said
     assert said.startswith(f"{size} ranks on {NODE} add up 64 MiB by gloo in ")
-    assert said.endswith(" GB/s of bus bandwidth\n")
 
 
 @pytest.mark.parametrize(
     ("nvidia_smi", "dcgmi", "faults"),
     [
-        (None, None, []),
         (None, "exit 1", []),  # as without a host engine
-        (None, "exit 0", []),
         (None, "[ $1 = discovery ] || { echo Fail: PCIe; exit 9; }", ["dcgmi diag -r 1 ended with exit code 9: Fail"]),
         ("echo lost; exit 15", None, ["nvidia-smi ended with exit code 15: lost"]),
         (

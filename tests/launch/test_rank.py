@@ -36,7 +36,6 @@ def test_a_rank_alone_that_ends_early_has_failed(tmp_path: Path, how: str, code:
         (["rollout.engine=sglang"], None, "0"),  # SGLang sets 0 for itself
         (["rollout.engine=sglang"], "1", "1"),  # and leaves a given value alone
         (["rollout.engine=sglang", "rollout.sync.transport=disk"], None, "nothing"),
-        (["rollout.engine=vllm"], None, "nothing"),
     ],
 )
 def test_a_rank_s_nccl_has_the_servers_environment(

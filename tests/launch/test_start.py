@@ -180,14 +180,11 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
     ("layout", "gpus", "reserved", "ranks"),
     [
         ("tp=2 pp=2", 0, 0, 4),  # one replica without GPUs
-        ("tp=2 dp=3", 0, 0, 6),
         ("tp=2", 0, 3, 2),
         ("tp=2", 8, 0, 8),  # as many replicas as there are GPUs for
-        ("tp=3", 8, 0, 6),
         ("tp=2 dp=1", 8, 0, 2),
         ("tp=2", 8, 3, 4),
         ("tp=4", 8, 5, "needs 4 GPUs and its servers 5, and this machine has 8"),
-        ("tp=4", 2, 0, "needs 4 GPUs, and this machine has 2"),
     ],
 )
 def test_the_layout_decides_the_number_of_ranks(
