@@ -16,7 +16,6 @@ from megatron_dppo.data.tokenizer import (
     load_tokenizer,
     pad_token_id,
     stop_token_ids,
-    without_chat_marks,
 )
 from megatron_dppo.errors import UserError
 
@@ -75,14 +74,6 @@ def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be read"):
         load_tokenizer(tmp_path)
-
-
-def test_prompts_are_shown_without_the_marks_of_a_template() -> None:
-    rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 <|x|> 3?<|im_end|>\n"
-    shown = without_chat_marks(rendered + "<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert shown == "Be brief.\nWhat is 2 <|x|> 3?"
-    assert without_chat_marks("<think>\nso\n</think>\n5 <|im_end|>") == "<think>\nso\n</think>\n5"
-    assert without_chat_marks(" 2+3=\n") == "2+3="
 
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
