@@ -1,6 +1,6 @@
 """What the tests of process handling start in a server's place: it takes a server's flags, and answers /health.
 
-``STAND_IN`` says what else it does: ``fails`` ends at once, ``hangs`` never listens, ``stubborn`` ignores SIGTERM and
+``STAND_IN`` says what else it does: ``fails`` ends at once, ``stubborn`` ignores SIGTERM and
 ``late`` waits for the file named by ``STAND_IN_WAITS_FOR`` before it listens. Each has a child in a session of its own
 (unless ``together``), which has a child in turn, and neither of them notices anything.
 """
@@ -34,7 +34,7 @@ def main(flags: list[str]) -> None:
     if does == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen([sys.executable, "-c", GRANDCHILD], start_new_session=does != "together")
-    while does == "hangs" or (does == "late" and not Path(os.environ["STAND_IN_WAITS_FOR"]).exists()):
+    while does == "late" and not Path(os.environ["STAND_IN_WAITS_FOR"]).exists():
         time.sleep(0.01)
     HTTPServer((flags[flags.index("--host") + 1], int(flags[flags.index("--port") + 1])), Answer).serve_forever()
 

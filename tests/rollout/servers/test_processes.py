@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
-import shutil
 import signal
 import socket
 import stat
@@ -18,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-import megatron_dppo
 from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, wait_ready
@@ -195,19 +192,8 @@ def test_a_failing_server_is_reported_with_its_last_words(start: Start, http: Ht
     assert str(server.log) in caught.value.remedy
     server.restart()
     assert happens(lambda: not server.alive())
-    text = server.log.read_text()
-    assert server.log.parent.name == "servers" and server.log.name == "server-0.log"
-    assert text.count("starting server 0") == text.count("no such model") == 2
-    assert text.count(shlex.join(server.command)) == 2
+    assert server.log.read_text().count("no such model") == 2
     assert server.last_words().count("no such model") == 1
-
-
-def test_a_slow_start_names_the_setting_and_the_log(start: Start, http: Http) -> None:
-    server = start(does="hangs")
-    with pytest.raises(UserError) as caught:
-        wait_well(server, http, 0.5)
-    assert caught.value.setting == "rollout.launch.wait_s"
-    assert str(server.log) in caught.value.remedy
 
 
 def test_the_secret_reaches_the_server_alone(start: Start, http: Http) -> None:
@@ -240,45 +226,3 @@ def test_a_server_has_no_variable_of_a_rank(tmp_path: Path, engine: str) -> None
     assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys()
     # Else torch would split the weights' group off vLLM's default group.
     assert environment["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] == ("0" if engine == "vllm" else "1")
-
-
-ANOTHER_KIND = """
-import sys
-from dataclasses import replace
-from megatron_dppo.rollout.servers import sglang
-
-class AnotherClient(sglang.SglangClient): ...
-
-SPEC = replace(sglang.SPEC, client=AnotherClient, command=(sys.executable, "{stand_in}"))
-"""
-STARTS = """
-import sys
-from functools import partial
-from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.launch import spec_of
-from megatron_dppo.rollout.servers.processes import servers_to_start, wait_ready
-from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.preflight import check_config
-
-config, http = load_config(None, sys.argv[1:]), Http()
-check_config(config)
-[server] = servers_to_start(config, "s3cret", {})
-server.start()
-client = partial(spec_of(config.rollout.engine).client, http=http)
-print(type(http.run(wait_ready(server, client, 60.0))).__name__)
-server.stop()
-http.close()
-"""
-
-
-def test_another_kind_of_server_is_one_file_and_one_row(tmp_path: Path) -> None:
-    copy = tmp_path / "megatron_dppo"
-    shutil.copytree(Path(megatron_dppo.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "rollout/servers/another.py").write_text(ANOTHER_KIND.format(stand_in=STAND_IN))
-    table = copy / "config/rollout.py"
-    table.write_text(table.read_text().replace('Literal["sglang", "vllm"]', 'Literal["sglang", "vllm", "another"]'))
-    settings = [setting for setting in settings_of(tmp_path) if not setting.startswith("rollout.launch.command")]
-    words = [sys.executable, "-c", STARTS, *settings, "rollout.engine=another"]
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert ran.stdout == "AnotherClient\n", ran.stderr
