@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -104,3 +108,36 @@ def request_all(dispatcher: Dispatcher, count: int, sampling: Sampling = SAMPLIN
     batch = dispatcher.begin(prompts_of(count), sampling, VERSION)
     batch.wait(20.0)
     return batch
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, answer = self.server.answer(self.path, json.loads(content or "{}"))
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST  # noqa: N815
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class _HttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+    handle_error = lambda *_: None  # noqa: E731
+    request_queue_size = 64  # of all requests at once: beyond 5, a connection would be tried after a second
+
+
+@contextmanager
+def answering(answer: Callable[[str, dict[str, Any]], tuple[int, Any]]) -> Iterator[str]:
+    """Serve a function of a request's path and content, which returns status and answer; return the URL."""
+    with _HttpServer(("127.0.0.1", 0), _Handler) as server:
+        server.answer = answer
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
-import re
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 from tests.policies import write_policy
-from tests.rollout.servers.script import dispatcher_of
+from tests.rollout.servers.script import answering, dispatcher_of
 
 POLICY = partial(write_policy, layers=1)
 SAMPLES, PROMPTS = 4, 12
@@ -129,56 +126,34 @@ async def stumble(client, prompt):
 """
 
 
-class Policy(BaseHTTPRequestHandler):
-    """Answers 5 6, and an aborted 5 to a context that ends with ``ABORTS``. As a judge it has other weights."""
-
-    def do_GET(self) -> None:
-        self._answer({"weight_version": "3"})
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/judge" and self.server.refusals:
-            self.send_error(self.server.refusals.pop())
-            return
-        self.server.sampling.append(request.get("sampling_params"))
-        aborts = request.get("input_ids", [0])[-1] == ABORTS
-        tokens = [5] if aborts else [5, 6]
-        meta = {
-            "weight_version": "default" if self.path == "/judge" else "3",
-            "finish_reason": {"type": "abort" if aborts else "stop"},
-            "output_token_logprobs": [[-0.5, 5], [-0.25, 6]][: len(tokens)],
-        }
-        self._answer({"meta_info": meta, "output_ids": tokens})
-
-    def _answer(self, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
 class Conversing:
-    """A server of the policy, and conversations with it.
+    """Conversations with a server of the policy.
 
     ``refusals`` are statuses of the judge's next answers, ``sampling`` the parameters of requests so far.
     """
 
-    class Server(ThreadingHTTPServer):
-        handle_error = lambda *_: None  # noqa: E731
-        request_queue_size = 64  # of all conversations at once: beyond 5, a connection would be tried after a second
+    url: str
 
     def __init__(self, http: Http, policy: Path, folder: Path) -> None:
-        self.server = self.Server(("127.0.0.1", 0), Policy)
-        self.refusals: list[int] = []
-        self.sampling: list[dict[str, Any]] = []
-        self.server.refusals, self.server.sampling = self.refusals, self.sampling
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.http, self._policy, self._file = http, policy, folder / "tools.py"
         self._file.write_text(FUNCTIONS)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.refusals: list[int] = []
+        self.sampling: list[dict[str, Any]] = []
+
+    def answer(self, path: str, content: dict[str, Any]) -> tuple[int, Any]:
+        """Answer 5 6, and an aborted 5 to a context that ends with ``ABORTS``. As a judge, have other weights."""
+        if path == "/judge" and self.refusals:
+            return self.refusals.pop(), None
+        if "sampling_params" in content:
+            self.sampling.append(content["sampling_params"])
+        aborts = content.get("input_ids", [0])[-1] == ABORTS
+        tokens = [5] if aborts else [5, 6]
+        meta = {
+            "weight_version": "default" if path == "/judge" else "3",
+            "finish_reason": {"type": "abort" if aborts else "stop"},
+            "output_token_logprobs": [[-0.5, 5], [-0.25, 6]][: len(tokens)],
+        }
+        return 200, {"weight_version": "3", "meta_info": meta, "output_ids": tokens}
 
     def function(self, name: str, setting: str, *settings: str) -> Any:
         spec = f"rollout.{setting}={self._file}:{name}"
@@ -212,8 +187,8 @@ class Conversing:
 @pytest.fixture
 def conversing(http: Http, policy: Path, tmp_path: Path) -> Iterator[Conversing]:
     conversing = Conversing(http, policy, tmp_path)
-    yield conversing
-    conversing.server.shutdown()
+    with answering(conversing.answer) as conversing.url:
+        yield conversing
 
 
 def test_a_judges_weights_are_not_the_policys(conversing: Conversing) -> None:
@@ -223,12 +198,9 @@ def test_a_judges_weights_are_not_the_policys(conversing: Conversing) -> None:
 
 
 @pytest.mark.parametrize(("setting", "name"), [("custom_generate", "talk"), ("conversation", "rollout")])
-@pytest.mark.parametrize(("sampled", "expected"), [({}, (1.0, -1)), ({"top_p": 0.9, "top_k": 20}, (0.9, 20))])
-def test_turns_are_sampled_as_the_run_asks(
-    conversing: Conversing, setting: str, name: str, sampled: dict[str, float], expected: tuple[float, ...]
-) -> None:
-    conversing.completions(name, setting=setting, **sampled)
-    assert {(each["top_p"], each["top_k"]) for each in conversing.sampling} == {expected}
+def test_turns_are_sampled_as_the_run_asks(conversing: Conversing, setting: str, name: str) -> None:
+    conversing.completions(name, setting=setting, top_p=0.9, top_k=20)
+    assert {(each["top_p"], each["top_k"]) for each in conversing.sampling} == {(0.9, 20)}
 
 
 def test_an_absent_tool_costs_no_server(conversing: Conversing) -> None:
@@ -308,40 +280,33 @@ def test_a_function_of_another_form_is_refused(conversing: Conversing, name: str
 
 
 def test_an_installed_slime_keeps_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here, slime is a package of two modules."""
-    (package := tmp_path / "site" / "slime" / "utils").mkdir(parents=True)
+    (package := tmp_path / "slime" / "utils").mkdir(parents=True)
     (package / "types.py").write_text("class Sample: ...")
     (package / "misc.py").write_text("def bring_along(): return 7")
     for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path)
     theirs = importlib.import_module("slime.utils.types")
     (tmp_path / "uses.py").write_text("""
-from slime.utils.http_utils import post
 from slime.utils.misc import bring_along
 from slime.utils.types import Sample
 
 def seven(): return bring_along(), Sample
 """)
-    number, sample = load_function("rollout.custom_generate", f"{tmp_path}/uses.py:seven")()
-    assert (number, sample) == (7, Sample)
-    assert sys.modules["slime.utils.types"] is theirs and sys.modules["slime.utils"].types is theirs
-    assert importlib.import_module("slime.utils.types").Sample is not Sample
-    assert "slime.utils.http_utils" not in sys.modules
+    assert load_function("rollout.custom_generate", f"{tmp_path}/uses.py:seven")() == (7, Sample)
+    assert sys.modules["slime.utils.types"] is sys.modules["slime.utils"].types is theirs
+    assert "slime.utils.misc" not in sys.modules
 
 
-def test_the_longest_conversation_is_named(conversing: Conversing) -> None:
-    """Also if it blocks the thread of all conversations."""
+def test_a_conversation_that_blocks_is_named_and_fails(conversing: Conversing) -> None:
+    """The function blocks the thread of all conversations."""
     conversations = Conversations(conversing.function("block", "conversation"), timeout_s=1.0)
-    assert conversations.late(0.0) == ""
     http, prompt = conversing.http, Prompt(7, np.array([7, 8], np.int32), "7 8", "")
     sampling = Sampling(1, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
     begun = http.start(conversations(SglangClient(conversing.url, http), prompt, sampling, lambda told: []))
-    deadline = time.monotonic() + 10.0
-    while not conversations.late(0.5) and time.monotonic() < deadline:
+    while not (named := conversations.late(0.1)):
         time.sleep(0.05)
-    named = r".*/tools\.py:block has been about prompt 7 for \d s and has not returned"
-    assert re.fullmatch(named, conversations.late(0.5))
+    assert "tools.py:block has been about prompt 7 for" in named
     with pytest.raises(ServerError, match="for 1 s, with no completion in the end"):
         begun.result(10.0)
     assert conversations.late(0.0) == ""
@@ -382,15 +347,9 @@ def test_several_samples_are_sequences_of_one_completion() -> None:
         ([FIRST, 3], "a int"),
         ([], "an empty list"),
         ([FIRST, sample_of([3], 1)], "1 tokens for a prompt of 0 and a response of 1"),
+        (replace(FIRST, loss_mask=[1, 0.5]), "a loss_mask of other values than true and false"),
     ],
 )
-def test_impossible_samples_are_refused(samples: list[Any], problem: str) -> None:
+def test_impossible_samples_are_refused(samples: Any, problem: str) -> None:
     with pytest.raises(UnusableError, match=problem):
         JOIN(samples)
-
-
-def test_a_mask_of_other_values_is_refused() -> None:
-    masked = sample_of([7, 8, 1, 2], 2)
-    masked.loss_mask = [1, 0.5]  # type: ignore[list-item]
-    with pytest.raises(UnusableError, match="a loss_mask of other values than true and false"):
-        JOIN(masked)
