@@ -49,7 +49,7 @@ def test_given_urls_get_one_form() -> None:
 
 @pytest.mark.parametrize(
     "url", ["node1:30000", "http://node1", "http://node1:x", "http://:30000", "ftp://node1:30000",
-            "http://node1:30000/v1", "http://me:secret@node1:30000", "http://no de:1", ""],
+            "http://node1:30000/v1", "http://me:secret@node1:30000"],
 )  # fmt: skip
 def test_a_malformed_url_is_refused(url: str) -> None:
     error = refusal(f"['{url}']")
@@ -119,27 +119,26 @@ def test_servers_take_the_gpus_after_the_trainers() -> None:
             shares("rollout.launch.tp=2", f"rollout.colocated={colocated}")
 
 
-SGLANG_LORA = ["--enable-lora", "--max-loras-per-batch", "2", "--max-lora-rank", "4"]
+LORA = "model.lora.targets=[q_proj,v_proj] rollout.sync.adapter=true"
+SGLANG_FLAGS = "--enable-lora --max-loras-per-batch 2 --max-lora-rank 4 --lora-target-modules q_proj v_proj"
 
 
 @pytest.mark.parametrize(
-    ("engine", "settings", "flags"),
+    ("settings", "flags"),
     [
-        ("sglang", ["loss.replay_routing=rollout"], [ROUTING_FLAG]),
-        ("sglang", ["model.lora.rank=4"], [*SGLANG_LORA, "--lora-target-modules", "q_proj", "v_proj"]),
-        ("vllm", ["model.lora.rank=1"], ["--enable-lora", "--max-lora-rank", "1"]),
-        ("vllm", ["model.lora.rank=33"], ["--enable-lora", "--max-lora-rank", "64"]),
+        ("rollout.engine=sglang loss.replay_routing=rollout", ROUTING_FLAG),
+        (f"rollout.engine=sglang model.lora.rank=4 {LORA}", SGLANG_FLAGS),
+        (f"rollout.engine=vllm model.lora.rank=1 {LORA}", "--enable-lora --max-lora-rank 1"),
+        (f"rollout.engine=vllm model.lora.rank=33 {LORA}", "--enable-lora --max-lora-rank 64"),
     ],
 )
-def test_servers_are_started_for_routing_and_adapters(engine: str, settings: list[str], flags: list[str]) -> None:
-    def command(*more: str) -> list[str]:
-        config = load_config(None, [f"rollout.engine={engine}", "rollout.launch.count=1", "model.path=.", *more])
-        environ = server_environment(config.rollout, secret="")
-        runtime = config.rollout.sync.adapter and engine == "vllm"
-        assert ("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in environ) == runtime
-        return server_command(config, 0, host="127.0.0.1", port=1, secret_file=Path("secret"))
-
-    if adapters := settings[0].startswith("model.lora"):
-        settings = [*settings, "model.lora.targets=[q_proj,v_proj]", "rollout.sync.adapter=true"]
-    plain = [*settings, "rollout.sync.adapter=false"] if adapters else []
-    assert command(*settings) == [*command(*plain), *flags]
+def test_servers_are_started_for_routing_and_adapters(settings: str, flags: str) -> None:
+    """The last setting alone adds the flags."""
+    *plain, last = settings.split()
+    commands, updating = [], []
+    for words in (plain, [*plain, last]):
+        config = load_config(None, ["rollout.launch.count=1", "model.path=.", *words])
+        commands.append(server_command(config, 0, host="127.0.0.1", port=1, secret_file=Path("secret")))
+        updating.append("VLLM_ALLOW_RUNTIME_LORA_UPDATING" in server_environment(config.rollout, secret=""))
+    assert commands[1] == commands[0] + flags.split()
+    assert updating == [False, "vllm" in settings]
