@@ -74,11 +74,9 @@ class Sglang(Recorded, SglangClient):
     def route(self, table: np.ndarray) -> None:
         self.completion["routed_experts"] = base64.b64encode(table.astype(np.int32).tobytes()).decode()
 
-    def report_routing(self) -> None:
-        self.settings["enable_return_routed_experts"] = True
-
-    def take_adapters(self, rank: int, targets: list[str] | None) -> None:
-        self.settings |= {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": targets}
+    def offer_all(self, targets: list[str] | None) -> None:
+        self.settings |= {"enable_return_routed_experts": True}
+        self.settings |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": targets}
 
 
 class Vllm(Recorded, VllmClient):
@@ -108,11 +106,9 @@ class Vllm(Recorded, VllmClient):
         np.save(file := io.BytesIO(), np.uint8(table))
         self.completion["routed_experts"] = base64.b64encode(file.getvalue()).decode()
 
-    def report_routing(self) -> None:
+    def offer_all(self, targets: list[str] | None) -> None:
         self.settings["aux_output_config"] = {"enable_return_routed_experts": True}
-
-    def take_adapters(self, rank: int, targets: list[str] | None) -> None:
-        self.settings["lora_config"] = {"max_lora_rank": rank, "target_modules": targets}
+        self.settings["lora_config"] = {"max_lora_rank": 8, "target_modules": targets}
 
 
 @pytest.fixture(params=[Sglang, Vllm])
@@ -169,9 +165,8 @@ def test_properties_are_those_reported(client: Any) -> None:
     assert (info.model, info.ranks, info.version, info.dtype, info.max_tokens) == ("/m", 2, "4", "float32", 64)
     assert client.ranks == 2
     assert (info.routing, info.lora_rank, info.lora_targets) == (False, 0, set())
-    client.report_routing()
     for targets in (["q_proj"], None):
-        client.take_adapters(8, targets)
+        client.offer_all(targets)
         info = client.http.run(client.info())
         everything = {"all"} if isinstance(client, Vllm) else set()
         assert (info.routing, info.lora_rank, info.lora_targets) == (True, 8, set(targets or everything))

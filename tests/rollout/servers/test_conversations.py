@@ -92,9 +92,6 @@ async def forget_what_was_told(client, prompt):
     tokens = prompt.token_ids.tolist()
     return [await client.generate(tokens), await client.generate(tokens)]
 
-async def tell_unknown_tokens(client, prompt):
-    return [await client.generate(prompt.token_ids), [5, 10**6]]
-
 async def ask_of_unknown_tokens(client, prompt):
     return [await client.generate([*prompt.token_ids, 10**6])]
 
@@ -248,9 +245,7 @@ def test_each_token_has_its_role(conversing: Conversing) -> None:
 @pytest.mark.parametrize(
     ("setting", "name", "problem"),
     [
-        ("conversation", "speak_in_roles", "rollout.roles has none"),
         ("conversation", "forget_what_was_told", "turn 1 that was generated after other tokens than stand before it"),
-        ("conversation", "tell_unknown_tokens", "a turn 1 with the token id 1000000; the policy's vocabulary has 131"),
         ("conversation", "ask_of_unknown_tokens", "from a context with the token id 1000000; the policy's vocabulary"),
         ("conversation", "go_on_from_nothing", "no token to go on from"),
         ("conversation", "end_the_program", "SystemExit: 0"),

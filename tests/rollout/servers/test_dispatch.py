@@ -18,7 +18,7 @@ from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
 from megatron_dppo.rollout.servers.dispatch import PAUSE_S, Dispatcher, PromptFailedError
-from megatron_dppo.rollout.servers.http import Http
+from megatron_dppo.rollout.servers.http import Http, ServerError
 from tests.rollout.local import forks_of
 from tests.rollout.servers.script import (
     SAMPLES,
@@ -188,12 +188,7 @@ def test_a_failed_request_is_repeated_with_another_seed(http: Http, fault: str) 
             raise KeyError("output_ids")
         if fault == "is one sample short":
             return echo(server, request)[1:]
-        server.alive = fault == "refuses once"
-        try:
-            server.fail(fault)
-        finally:
-            server.alive = True
-        raise AssertionError
+        raise ServerError(server.url, fault, alive=fault == "refuses once")
 
     server = Script(http, fail_first)
     dispatcher = dispatcher_of(http, server)
