@@ -22,7 +22,7 @@ from tests.rollout.servers.test_pool import pool_of
 LIBRARY = "int ncclGetVersion(int *version) { *version = 23007; return 0; }"
 TORCH = "class cuda:\n class nccl: version = staticmethod(lambda: (2, 29, 7))\nclass version: cuda = '13.0'"
 """A torch that was built with another NCCL than the one above."""
-SGLANG = (sys.executable, "-m", "sglang.launch_server")
+SGLANG = f"{sys.executable} -m sglang.launch_server"
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(tmp_path)}
 
 
-@pytest.mark.parametrize("command", [SGLANG, (sys.executable, "-s", "server.py", "--flag")])
-def test_the_version_is_the_one_torch_was_built_with(environ: dict[str, str], command: tuple[str, ...]) -> None:
-    assert nccl.of_command(command, environ) == "2.29.7"
+@pytest.mark.parametrize("command", [SGLANG, f"{sys.executable} -s server.py --flag"])
+def test_the_version_is_the_one_torch_was_built_with(environ: dict[str, str], command: str) -> None:
+    assert nccl.of_command(command.split(), environ) == "2.29.7"
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="makes a library")
@@ -43,10 +43,10 @@ def test_a_preloaded_library_comes_before_torch(environ: dict[str, str], tmp_pat
     command = ["cc", "-shared", "-x", "c", "-", "-o", str(library), "-Wl,-soname,libnccl.so.2"]
     subprocess.run(command, input=LIBRARY, text=True, check=True)
     environ["LD_PRELOAD"] = str(library)
-    assert nccl.of_command(SGLANG, environ) == "2.30.7"
+    assert nccl.of_command(SGLANG.split(), environ) == "2.30.7"
 
 
-@pytest.mark.parametrize("command", ["vllm serve", "/nowhere/python -m x", "false -m x", sys.executable])
+@pytest.mark.parametrize("command", ["vllm serve", "/nowhere/python -m x", "false -m x"])
 def test_a_command_without_torch_has_no_known_version(command: str) -> None:
     assert nccl.of_command(command.split(), os.environ) is None
 
@@ -66,7 +66,7 @@ def test_two_versions_are_refused_and_the_older_is_raised() -> None:
 def test_a_command_of_another_version_starts_no_server(http: Http, tmp_path: Path, environ: dict[str, str]) -> None:
     settings = f"""
     run.dir={tmp_path}/run model.path=policy rollout.servers=[] rollout.launch.count=1
-    rollout.launch.command=[{",".join(SGLANG)}] rollout.launch.env=[PYTHONPATH={environ["PYTHONPATH"]}]
+    rollout.launch.command=[{SGLANG.replace(" ", ",")}] rollout.launch.env=[PYTHONPATH={environ["PYTHONPATH"]}]
     """
     with pytest.raises(UserError, match=r"rollout.launch.command = .*sglang.launch_server: has NCCL 2.29.7"):
         http.run(pool_of(http, *settings.split(), our_nccl="2.28.9").open())

@@ -109,10 +109,10 @@ def send(sender: Sender, size: int = 4) -> None:
     sender.send(sender.stage({"a": torch.ones(size)}), None)
 
 
-def check_receives(servers: list[Process], name: str = "again") -> None:
+def check_receives(servers: list[Process]) -> None:
     for server in servers:
         server.received.clear()
-    sender = sender_of(servers, name)
+    sender = sender_of(servers, "again")
     send(sender)
     sender.arrive()
     sender.close()
@@ -169,7 +169,6 @@ def test_two_versions_of_nccl_stop_the_run(servers: list[Process], process: Call
     with pytest.raises(UserError) as refused:
         sender_of([servers[0], process(Refuses, said)], "versions", our_nccl="2.29.7")
     assert "2.29.7 and 2.30.7" in refused.value.problem
-    assert "nvidia-nccl-cu13==2.30.7" in refused.value.remedy
     check_receives(servers[:1])
 
 
@@ -272,12 +271,9 @@ def test_an_end_that_hangs_is_abandoned(servers: list[Process], monkeypatch: pyt
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("before", [None, "0"])
-def test_the_group_alone_has_no_watchdog(
-    servers: list[Process], monkeypatch: pytest.MonkeyPatch, before: str | None
-) -> None:
+def test_the_group_alone_has_no_watchdog(servers: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
     name, seen = "TORCH_NCCL_BLOCKING_WAIT", []
-    monkeypatch.setenv(name, before) if before else monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(name, raising=False)
     make = sender_module._new_process_group_helper
 
     def watched(*arguments: Any, **named: Any) -> Any:
@@ -285,6 +281,5 @@ def test_the_group_alone_has_no_watchdog(
         return make(*arguments, **named)
 
     monkeypatch.setattr(sender_module, "_new_process_group_helper", watched)
-    sender_of(servers, f"watched {before}").close()
-    assert seen == ["1"]
-    assert os.environ.get(name) == before
+    sender_of(servers, "watched").close()
+    assert seen == ["1"] and name not in os.environ
