@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -116,6 +117,10 @@ def _python(words: Sequence[str]) -> int:
         sys.argv = [program, *rest]
         return _command(rest)
     assert program == "python", program
+    if rest[0] == "-m":
+        sys.argv = rest[1:]
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+        return 0
     main = ModuleType("__main__")
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # spawned processes look there
     if rest[0] == "-c":

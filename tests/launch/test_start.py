@@ -21,6 +21,8 @@ from tests.commands import Command
 
 pytestmark = pytest.mark.xdist_group("test_start")
 
+pytestmark = pytest.mark.xdist_group("launch/test_start")
+
 START = """
 import os, sys
 from megatron_dppo.launch.start import start_ranks

@@ -28,6 +28,8 @@ from tests.commands import Command
 from tests.ranks import RankPool
 from tests.small_runs import small_run, write_run
 
+pytestmark = pytest.mark.xdist_group("observe/test_loggers")
+
 ALONE = {"WANDB_MODE": "offline", "HOME": "/nowhere"}
 """No account is found."""
 HERE = ("wandb", "mlflow", "trackio")

@@ -20,6 +20,8 @@ from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.rehearse.command import as_text
 from megatron_dppo.settings import load_config
 
+pytestmark = pytest.mark.xdist_group("rehearsal/test_command")
+
 CONFIG = "configs/qwen3_0.6b_math.yaml"
 TWO_TRAIN = "rollout.launch.count=6"
 ROOT = Path(__file__).parents[2]
