@@ -212,10 +212,10 @@ def draw(runs: Sequence[dict[str, Any]], out: Path) -> None:
     soon = max(ends[name][0] for name in DRAWN if name != TRL)
     late, trl = ends[TRL]
     conclusion = f"{low:.0f}–{high:.0f}% after {soon:.0f} minutes, TRL {trl:.0f}% after {late:.0f}"
-    conclusion += ". Pruning is as fast as a smaller batch"
+    conclusion += ". Pruning: no faster than a smaller batch"
     panel.set_title(conclusion, loc="left", fontweight="bold")
-    panel.set_ylabel("held-out accuracy [%], SmolLM2-135M")
-    panel.set_xlabel("minutes of training on two cores", loc="right")
+    panel.set_ylabel("held-out accuracy [%], SmolLM2-135M,\nword problems of two steps")
+    panel.set_xlabel("minutes of training on two cores; bands: lowest to highest seed", loc="right")
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(axis="y", color="#e2e8f0")
     panel.set_xlim(0, 1.12 * max(minutes for minutes, _ in ends.values()))
