@@ -94,6 +94,8 @@ def test_shards_and_back_is_the_identity(tp: int, data: st.DataObject) -> None:
 SLICES: list[tuple[PolicyShape, str, list[str]]] = [
     (SMALL, "word_embeddings.weight", ["embed_tokens 0:128", "embed_tokens 128:131, zeros 131:256"]),
     (SMALL, "linear_qkv.weight", ["q_proj 0:2, k_proj 0:1, v_proj 0:1", "q_proj 2:4, k_proj 1:2, v_proj 1:2"]),
+    # The groups of a rank follow each other.
+    (SMALL, "linear_qkv.weight", ["q_proj 0:2, k_proj 0:1, v_proj 0:1, q_proj 2:4, k_proj 1:2, v_proj 1:2"]),
     # A head of q_proj has its query, then its gate. A group has all queries, then all gates.
     (
         HYBRID,
