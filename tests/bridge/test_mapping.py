@@ -121,3 +121,8 @@ def test_slices_of_a_rank_are_in_megatrons_order(shape: PolicyShape, name: str, 
         modules = [part.name.split(".")[-2] if part.name else "zeros" for part in slices]
         found = [f"{module} {part.start}:{part.stop}" for module, part in zip(modules, slices, strict=True)]
         assert ", ".join(found) == expected
+
+
+def test_expert_parallel_ranks_hold_consecutive_experts() -> None:
+    ranks = {entry.expert: entry.expert_rank(2) for entry in entries(HYBRID) if entry.expert is not None}
+    assert ranks == {0: 0, 1: 0, 2: 1, 3: 1}
