@@ -62,14 +62,11 @@ def main(descriptor: int, parent: int, limits: Limits, spec: str, tags: Sequence
     signal.signal(signal.SIGTERM, _end)
     die_with(parent, signal.SIGTERM)
     adopt_orphans()
-    # Python ignores an exception of a hook that runs at a fork, so SIGTERM must not arrive there.
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     keeper, scorer = os.getpid(), os.fork()
     if scorer == 0:
         _be_the_scorer(keeper, Connection(descriptor), limits, spec, tags)
     os.close(descriptor)  # so that the trainer sees the scorer's end
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         status = _wait_for(scorer)
     except _EndedError:
         status = signal.SIGTERM
@@ -113,7 +110,6 @@ def _be_the_scorer(keeper: int, pipe: Connection, limits: Limits, spec: str, tag
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         os.setsid()  # a function that ends its process group ends no trainer
         die_with(keeper, signal.SIGKILL)
         outlive_readers()  # a function that prints has not failed where nobody reads it

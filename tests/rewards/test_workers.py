@@ -429,17 +429,3 @@ def test_past_most_failures_awaited_completions_are_left(awaited: Callable[..., 
         scored = pool.score(write_items("hang", "hang", "raise", "hang"), most_failures=0)
         assert scored.errors == 1 and "for row 2" in scored.tracebacks[0] and scored.scores == [None] * 4
         assert busy.poll() is not None, "nothing hangs any more"
-
-
-def test_sigterm_during_the_fork_ends_a_worker() -> None:
-    program = """
-import os, signal, sys
-from multiprocessing import Pipe
-from megatron_dppo.rewards import worker
-
-os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))
-_, theirs = Pipe()
-worker.main(theirs.fileno(), os.getppid(), worker.Limits(1024, 1.0, 1.0, 1), "math", [])
-"""
-    done = subprocess.run([sys.executable, "-c", program], timeout=120.0, check=False)
-    assert done.returncode == -signal.SIGTERM
