@@ -72,9 +72,10 @@ esac
 
 first_failure=0 table=()
 for part in "$@"; do
-    began=$SECONDS code=0
+    began=$SECONDS
     printf '\n=== %s\n' "$part"
-    (set -e; run_part "$part") || code=$?
+    (set -e; run_part "$part")
+    code=$? # with || in front of it, set -e would have no effect in the part
     table+=("$(printf '%8d  %4d  %s' $((SECONDS - began)) $code "$part")")
     if [ $code = 0 ]; then note_pass "$part"; elif [ $first_failure = 0 ]; then first_failure=$code; fi
 done
