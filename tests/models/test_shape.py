@@ -30,6 +30,7 @@ SHAPE = PolicyShape(
     max_positions=512,
 )
 MOE_SHAPE = replace(SHAPE, architecture="Qwen3MoeForCausalLM", ffn=32, experts=6, experts_per_token=2)
+HYBRID_SHAPE = replace(SHAPE, attention_interval=2, delta_keys=4)
 MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": 32}
 MOE |= {"num_experts_per_tok": 2}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "head_dim": ...}
@@ -124,6 +125,8 @@ UNFIT: list[tuple[PolicyShape, dict[str, Any], str, str]] = [
     (MOE_SHAPE, {"etp": 3}, "etp", "layout.etp to one of 1, 2, 4,"),
     (MOE_SHAPE, {"tp": 2, "etp": 1, "ep": 3, "sequence_parallel": True}, "ep", "layout.etp to one of 2, 4"),
     (MOE_SHAPE, {"tp": 2}, "sequence_parallel", "Set it to true"),
+    (replace(MOE_SHAPE, shared_ffn=25), {"tp": 2, "sequence_parallel": True}, "tp", "one of 1"),
+    (HYBRID_SHAPE, {"tp": 2, "cp": 4}, "cp", "their product is one of 1, 2, 4"),
 ]
 
 

@@ -1,6 +1,6 @@
 """Rehearse cases in this process, which must not have imported torch: ``python -m tests.rehearsal.play OUT CASE...``.
 
-Each line of OUT is the JSON of one case. ``WORK: CASE`` does other work, such as to measure the memory of an actor.
+Each line of OUT is the JSON of one case. ``WORK: CASE`` does other work.
 """
 
 from __future__ import annotations

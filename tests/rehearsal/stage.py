@@ -21,33 +21,24 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron_dppo.models.policy_head_triton  # noqa: F401
-from megatron_dppo.config import Config, LossConfig, OptimizerConfig
-from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import FUSED, held_bytes, layer_elements, rank_elements
-from megatron_dppo.estimate.workload import Placement, Setup
+from megatron_dppo.config import Config
+from megatron_dppo.estimate.memory import rank_elements
 from megatron_dppo.models import actor as actor_module
-from megatron_dppo.models.microbatch import Microbatch
-from megatron_dppo.models.shape import PUBLISHED, PolicyShape
-from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rehearse.dispatch import RehearsalMode
 from megatron_dppo.rehearse.patches import one_rank
-from megatron_dppo.rehearse.step import actor_of, known_reads
+from megatron_dppo.rehearse.step import known_reads
 from megatron_dppo.rehearse.te_kernels import set_attention_pairs
-from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout import decoding, local
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.trainer.checkpoint import Checkpoints
-from megatron_dppo.trainer.learner import PolicyLoss
 from megatron_dppo.trainer.shard_writer import Stage
 from tests.rehearsal.cases import CASES, Case, config_of, write_policies
 from tests.steps import build, size_of, step_of_groups, weights_of
 
-BF16, TOKENS = 2, 2048
 WIDTHS = {"bf16": 2, "fp32": 4}
-"""Bytes of an element, and the tokens of a pack of which activations are measured."""
+"""Bytes of an element."""
 SUMS = ("tokens", "fresh_tokens", "train/loss", "train/rollout_logprob_abs_diff", "train/token_mult_prob_error")
 
 
@@ -188,60 +179,6 @@ def play_engine(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> d
     return {"waits": waits}
 
 
-def wide_shape(case: Case, **experts: int) -> PolicyShape:
-    """Return a published width with little padding, two layers, and a small vocabulary."""
-    moe = case.policy == "moe"
-    shape = PUBLISHED["qwen3-30b-a3b" if moe else "qwen3-0.6b"]
-    return dataclasses.replace(shape, num_layers=2, vocab_size=4096, **experts if moe else {})
-
-
-def measure_memory(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
-    """Return bytes of an actor's weights, gradients and optimizer, and the plan's."""
-    ranks, layout = size_of(case.config.layout), case.config.layout
-    placement = Placement(layout, ranks=ranks, servers=(1,), shared=True, gpus=ranks)
-    setup = Setup(case.config, wide_shape(case, experts=4), placement, Assumptions())
-    with one_rank(ranks, case.rank), mode:
-        world = initialize(layout, seed=1, timeout_s=60.0)
-        rehearsed, _ = actor_of(mode.book, setup, world)
-        planned = held_bytes(setup, world.pp_rank)
-    return {"memory": {part: [size, planned[part]] for part, size in rehearsed.items()}}
-
-
-def measure_activations(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
-    """Return the elements that a layer keeps of a token for its backward pass, and the plan's.
-
-    The peaks of four layers and of two differ by that alone.
-    """
-    shape, layout = wide_shape(case, experts=4, experts_per_token=2), case.config.layout
-    few, many = (_peak(mode, case, dataclasses.replace(shape, num_layers=layers)) for layers in (2, 4))
-    kept = (many - few) * layout.cp / (2 * TOKENS * BF16)
-    return {"activations": [kept, layer_elements(shape, layout, FUSED)]}
-
-
-def _peak(mode: RehearsalMode, case: Case, shape: PolicyShape) -> int:
-    """Return bytes at the peak of an update with one pack, above the bytes before it."""
-    book, layout, each = mode.book, case.config.layout, TOKENS // 4
-    ids = np.ones(each, np.int32)
-    with on_rank(mode, case):
-        world = initialize(layout, seed=1, timeout_s=60.0)
-        settings = (shape, case.config.model, layout, OptimizerConfig(), world)
-        policy = actor_module.Actor(*settings, temperature=1.0, load=lambda chunks: None)
-        response = (ids[64:], np.zeros(each - 64, np.float32), np.ones(each - 64, bool))
-        row = TrainingSample(ids[:64], *response, 1.0, 1.0 / each, version=0)
-        pack = build_pack([row] * 4, TOKENS, pad_id=0, align=layout.row_multiple)
-        loss = PolicyLoss(objective_for(LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
-        loss.take_scored()
-        for _ in range(2):  # the optimizer's state is made in the first
-            gc.collect()
-            book.clear()
-            before = book.bytes_now
-            policy.update([Microbatch(pack)], loss, lr=1e-7)
-        peak = book.bytes_peak - before
-        del policy
-    gc.collect()
-    return peak
-
-
 def booked(mode: RehearsalMode) -> dict[str, Any]:
     """Return the book of one step as JSON."""
     book = mode.book
@@ -257,9 +194,7 @@ def booked(mode: RehearsalMode) -> dict[str, Any]:
 
 WORK: dict[str, Callable[[RehearsalMode, Case, dict[str, Path]], dict[str, Any]]] = {
     "host tensor": leave_advantages_on_host,
-    "memory": measure_memory,
     "staging": stage_tensors,
     "engine": play_engine,
-    "activations": measure_activations,
 }
 """Work other than training steps."""

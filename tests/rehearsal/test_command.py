@@ -66,10 +66,7 @@ def found(policy: Path) -> dict[str, Any]:
 
 @pytest.mark.quick
 def test_memory_is_the_planned_memory(found: dict[str, Any]) -> None:
-    passes = [sum(found["memory"][part][of] for part in ("activations", "head")) for of in ("rehearsed", "planned")]
-    assert 0.95 <= passes[0] / passes[1] <= 1.02
-    for part in ("weights", "gradients", "optimizer"):
-        assert found["memory"][part]["rehearsed"] == pytest.approx(found["memory"][part]["planned"], rel=1e-3)
+    check_planned_memory(found)
 
 
 def test_chosen_stage_is_played_and_extended_to_all_packs(found: dict[str, Any]) -> None:
@@ -86,6 +83,14 @@ def test_report_names_a_policy_that_does_not_fit(found: dict[str, Any], policy: 
     shape = shape_of(config.model.path)
     report = "\n".join(as_text(Setup(config, shape, place(config, shape), Assumptions()), found))
     assert "it does NOT fit into 39.4 GiB" in report
+
+
+def check_planned_memory(found: dict[str, Any]) -> None:
+    memory = found["memory"]
+    passes = [sum(memory[part][of] for part in ("activations", "head")) for of in ("rehearsed", "planned")]
+    assert 0.95 <= passes[0] / passes[1] <= 1.02
+    for part in ("weights", "gradients", "optimizer"):
+        assert memory[part]["rehearsed"] == pytest.approx(memory[part]["planned"], rel=1e-3)
 
 
 def check_planned_seconds(found: dict[str, Any]) -> None:
@@ -106,9 +111,11 @@ def test_planned_kernels_and_collectives_are_the_rehearsed(found: dict[str, Any]
         ("qwen3-30b-a3b", ("layout.tp=2", "layout.ep=2", "layout.sequence_parallel=true", "rollout.launch.count=4")),
     ],
 )
-def test_seconds_of_other_layouts_are_planned(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_seconds_and_memory_of_other_layouts_are_planned(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
     """In the last layout etp is tp."""
-    check_planned_seconds(rehearse(write_shape(tmp_path, name), "rollout.prompts_per_step=32", *words))
+    found = rehearse(write_shape(tmp_path, name), "rollout.prompts_per_step=32", *words)
+    check_planned_seconds(found)
+    check_planned_memory(found)
 
 
 @whole_matrix

@@ -27,8 +27,6 @@ ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("kernels.json")
 ALL = os.environ.get("REHEARSAL_CASES") == "all"
 NAMES = tuple(CASES) if ALL else SHARE
-MEMORY = ("dense", "tp2 sp", "overlap dp2", "pp2 last", "moe ep2")
-ACTIVATIONS = ("dense", "tp2 sp", "cp2", "moe", "moe ep2")
 PINNED = {
     "kl reference on host": {"bf16": 1},
     "offload": {"fp32": 2},
@@ -75,9 +73,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     if shutil.which("g++") is None and not ALL:
         pytest.skip("a rehearsal compiles a small C++ file: install g++")
     out = tmp_path_factory.mktemp("rehearsal") / "found.jsonl"
-    names = [*NAMES, *(f"memory: {name}" for name in MEMORY)]
-    names += [f"{work}: dense" for work in ("host tensor", "engine", "staging")]
-    names += [f"activations: {name}" for name in ACTIVATIONS if ALL]
+    names = [*NAMES, *(f"{work}: dense" for work in ("host tensor", "engine", "staging"))]
     command = [sys.executable, "-m", "tests.rehearsal.play", str(out), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -178,25 +174,6 @@ def test_checkpoint_leaves_no_tensor_on_the_device(found: Found) -> None:
     empty, full = ["cpu", [0, 3]], ["cpu", [2, 3]]
     staged = {name: found["staging: dense"][name] for name in ("empty", "both", "host")}
     assert staged == {"empty": [empty], "both": [empty, full, empty], "host": [["cpu", [1]]]}
-
-
-@pytest.mark.parametrize("name", MEMORY)
-def test_weights_gradients_and_optimizer_need_the_planned_bytes(name: str, found: Found) -> None:
-    """Exact, but for buffers of up to 1 KiB: the rotary embedding's frequencies, Adam's steps."""
-    played = found[f"memory: {name}"]
-    check_runs(played)
-    for part, (rehearsed, planned) in played["memory"].items():
-        assert 0 <= rehearsed - planned <= 1024, part
-
-
-@pytest.mark.skipif(not ALL, reason="activations are measured with the whole matrix")
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_layer_keeps_the_planned_activations(name: str, found: Found) -> None:
-    """The plan is at most 5% too high, and never too low; its routing is even, as the rehearsal's."""
-    played = found[f"activations: {name}"]
-    check_runs(played)
-    rehearsed, planned = played["activations"]
-    assert 0.95 * planned <= rehearsed <= planned
 
 
 def test_sequence_parallel_collectives_have_the_layouts_bytes(found: Found) -> None:
