@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,8 +18,7 @@ from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import check_megatron, read_shape
 
 
-def write_policy(
-    path: Path,
+def make_policy(
     *,
     tied: bool = False,
     vocab: int = 131,
@@ -28,7 +28,8 @@ def write_policy(
     kv_heads: int = 2,
     ffn: int = 80,
     seed: int = 7,
-) -> Path:
+    std: float = 0.15,
+) -> Qwen3ForCausalLM:
     """A policy with large random weights and norms away from one, so that no mistake hides behind a default."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -42,7 +43,7 @@ def write_policy(
         rms_norm_eps=1e-6,
         max_position_embeddings=512,
         tie_word_embeddings=tied,
-        initializer_range=0.15,
+        initializer_range=std,
         eos_token_id=2,
         pad_token_id=0,
         bos_token_id=None,
@@ -51,7 +52,12 @@ def write_policy(
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data.uniform_(0.5, 1.5)
-    model.save_pretrained(path)
+    return model
+
+
+def write_policy(path: Path, **options: Any) -> Path:
+    """Write ``make_policy`` with a tokenizer of single characters."""
+    make_policy(**options).save_pretrained(path)
     write_tokenizer(character_tokenizer(), path, max_tokens=512)
     return path
 

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from megatron_dppo.bridge.stream import Consumers
-from megatron_dppo.rl.types import Completion, Prompt, RoutingShape
+from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.decoder import Decoder
 from megatron_dppo.rollout.engine import Bucket, Sampling, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
+from tests import policies
+from tests.bridge.conversions import policy_tensors
 
 VOCABULARY = 40
 STOP = (3, 7)
@@ -24,25 +25,9 @@ Groups = Sequence[Sequence[Completion]]
 
 
 def make_policy(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-        attn_implementation="sdpa",
-    )
-    policy = Qwen3ForCausalLM(config)
-    for name, parameter in policy.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.data.uniform_(0.5, 1.5)
-    return policy.to(dtype=dtype).eval()
+    made = policies.make_policy(vocab=VOCABULARY, layers=2, hidden=32, ffn=64, std=0.3, tied=tied, seed=seed)
+    made.config.architectures = ["Qwen3ForCausalLM"]
+    return made.to(dtype=dtype).eval()
 
 
 def source_of(tensors: Mapping[str, torch.Tensor], size: int = 5) -> WeightSource:
@@ -59,17 +44,16 @@ def weights_of(policy: PreTrainedModel) -> WeightSource:
     return source_of(dict(policy.named_parameters()))
 
 
-def make_engine(policy: PreTrainedModel, path: Path, *, max_batch: int = 64, **options: Any) -> LocalEngine:
+def make_engine(policy: PreTrainedModel, path: Path, **options: Any) -> LocalEngine:
     policy.config.save_pretrained(path)
-    engine = LocalEngine(path, device=torch.device("cpu"), dtype=policy.dtype, max_batch=max_batch, **options)
-    engine.update_weights(weights_of(policy), version=1)
-    return engine
+    return load_engine(path, weights_of(policy), dtype=policy.dtype, **options)
 
 
-def load_engine(path: Path, *, max_batch: int = 64, **options: Any) -> LocalEngine:
-    """Return an engine of a stored policy."""
-    engine = LocalEngine(path, device=torch.device("cpu"), dtype=torch.float32, max_batch=max_batch, **options)
-    engine.update_weights(source_of(load_file(path / "model.safetensors")), version=1)
+def load_engine(path: Path, source: WeightSource | None = None, **options: Any) -> LocalEngine:
+    """Return an engine with the weights of a source, or of a stored policy."""
+    defaults = {"device": torch.device("cpu"), "dtype": torch.float32, "max_batch": 64}
+    engine = LocalEngine(path, **(defaults | options))
+    engine.update_weights(source or source_of(policy_tensors(path)), version=1)
     return engine
 
 
@@ -133,16 +117,3 @@ def assert_logprobs_of_a_plain_forward(
             sampled = np.flatnonzero(completion.loss_mask)
             expected = plain[sampled, completion.token_ids[sampled]]
             np.testing.assert_allclose(completion.logprobs[sampled], expected, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def assert_experts_of_a_plain_forward(
-    policy: PreTrainedModel, shape: RoutingShape, prompts: Sequence[Prompt], groups: Groups
-) -> None:
-    """Experts of every token but the last, which no engine reads."""
-    for prompt, group in zip(prompts, groups, strict=True):
-        for completion in group:
-            logits = policy(whole_of(prompt, completion)[:, :-1], output_router_logits=True).router_logits
-            experts = torch.stack([layer.topk(shape.per_token).indices for layer in logits], dim=1)
-            assert completion.routing is not None and completion.routing.dtype == np.uint8
-            np.testing.assert_array_equal(np.sort(completion.routing), np.sort(experts.numpy()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.scoring import GroupScoring
 from tests.rollout.scripted import FAILING, LIMIT_S, ScriptedWorkers, completion_of
+from tests.waiting import wait_until
 
 REWARD, REWARD_TIMEOUT_S = FAILING, LIMIT_S
 
@@ -33,11 +33,8 @@ def test_scores_keep_the_order_of_prompts(workers: RewardWorkers, tokenizer: Tok
     groups = [group_of(tokenizer, f"score {2 * i}", "echo") for i in range(4)]
     scoring = GroupScoring(workers, tokenizer, prompts_of(4), most_failures=0)
     for place in (2, 0):
-        busy = scoring.look([(place, groups[place])])
-    until = time.monotonic() + 60.0
-    while busy and time.monotonic() < until:
-        busy = scoring.look([])
-    assert not busy
+        scoring.look([(place, groups[place])])
+    wait_until(lambda: not scoring.look([]))
     found = scoring.finish(groups)
     assert found.texts == [[f"score {2 * i}", "echo"] for i in range(4)]
     assert [[score and score.reward for score in scores] for scores in found.scores] == [[0, 1], [2, 3], [4, 5], [6, 7]]
