@@ -45,19 +45,6 @@ PADDING = 4 * 128 * 8
 """Bytes by which a buffer may differ from its parameters: buckets end on a multiple, and are cut there for shards."""
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_policy(tmp_path_factory.mktemp("policy"), layers=4, heads=6, ffn=192)
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixture")
-    sizes = {"hidden": 48, "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 64, "vocab_size": 131}
-    write_model(folder / "experts", experts=8, experts_per_token=2, tie=False, **sizes)
-    return folder / "experts"
-
-
 def storage_bytes(tensors: list[torch.Tensor]) -> int:
     """Of distinct storages."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -127,8 +114,11 @@ def configured(policy: Path, layout: LayoutConfig, **model: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def policies(policy: Path, mixture: Path) -> dict[str, Path]:
-    return {"dense": policy, "experts": mixture}
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("policies")
+    sizes = {"hidden": 48, "layers": 4, "heads": 6, "kv_heads": 2, "head_dim": 16, "ffn": 64, "vocab_size": 131}
+    write_model(folder / "experts", experts=8, experts_per_token=2, tie=False, **sizes)
+    return {"dense": write_policy(folder / "dense", layers=4, heads=6, ffn=192), "experts": folder / "experts"}
 
 
 STATES: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -178,13 +168,8 @@ def test_activations_are_within_a_tenth(
     config = configured(policies[kind], layout, recompute=recompute)
     found = ranks.run(layout.tp * (layout.dp or 1), held, config)
     for group in [found] if kind == "experts" else [[rank] for rank in found]:
-        wanted = sum(activations(config, rank["tokens"]) for rank in group)
+        wanted = sum(expected(config, layout.tp, rank["tokens"], 0)["activations"] for rank in group)
         assert sum(rank["activations"] for rank in group) == pytest.approx(wanted, rel=0.1)
-
-
-def activations(config: Config, tokens: int) -> float:
-    """Planned bytes at the end of a forward pass on the first stage."""
-    return expected(config, config.layout.tp, tokens, 0)["activations"]
 
 
 @pytest.mark.parametrize(

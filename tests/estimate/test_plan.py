@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
 from megatron_dppo.bridge.mapping import parameters
+from megatron_dppo.cli import main
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, read_assumptions
@@ -21,8 +18,7 @@ from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.search import with_settings
 from megatron_dppo.estimate.workload import Lengths, Setup, Work, place, work_of
 from megatron_dppo.models.shape import PUBLISHED
-from megatron_dppo.trainer.preflight import size_text
-from tests.estimate.planned import EXPERTS, LARGE, MIXTURE, ROOT, SMALL, of, plan, setup, trainer_parts
+from tests.estimate.planned import EXPERTS, LARGE, MIXTURE, SMALL, of, plan, setup, trainer_parts
 
 
 def test_one_of_several_teachers_is_in_memory() -> None:
@@ -66,20 +62,14 @@ def test_published_model_is_known_by_name() -> None:
         assert shape_of(words).hidden == hidden
 
 
-def test_replicas_shard_only_the_optimizer() -> None:
-    two, four = trainer_parts(of("cluster.nodes=4")), trainer_parts(of("cluster.nodes=8"))
-    assert four["optimizer"] == pytest.approx(two["optimizer"] / 2)
-    assert {k: v for k, v in four.items() if k != "optimizer"} == {k: v for k, v in two.items() if k != "optimizer"}
-    whole = trainer_parts(of("optimizer.distributed=false"))
-    assert whole["optimizer"] == 2 * two["optimizer"]
+def test_plain_optimizer_is_whole_on_each_replica() -> None:
+    shared, whole = (trainer_parts(of(f"optimizer.distributed={on}")) for on in ("true", "false"))
+    assert whole == shared | {"optimizer": 2 * shared["optimizer"]}
 
 
-def test_recomputation_and_short_packs_save_memory() -> None:
-    plain = sum(trainer_parts(of()).values())
-    some, most = (sum(trainer_parts(of(f"model.recompute={kind}")).values()) for kind in ("selective", "full"))
-    assert most < some < plain
-    assert sum(trainer_parts(of("pack.max_tokens=9216")).values()) < plain
-    assert sum(trainer_parts(of("loss.kl_coef=0.01")).values()) == plain + trainer_parts(of())["weights"]
+def test_reference_takes_as_much_memory_as_the_weights() -> None:
+    plain = trainer_parts(of())
+    assert trainer_parts(of("loss.kl_coef=0.01")) == plain | {"reference": plain["weights"]}
 
 
 def test_head_memory_is_one_chunk() -> None:
@@ -292,41 +282,23 @@ def test_text_and_json_agree() -> None:
     made = plan("cluster.price_per_gpu_hour=2", "rollout.sync.transport=disk")
     text, found = "\n".join(as_text(made)), json.loads(json.dumps(as_json(made)))
     assert f"{found['cost']['gpu_hours']:,.1f} GPU-hours" in text
-    assert f"{found['speed_up']:.2f}x" in text and "It fits." in text
+    assert f"{found['speed_up']:.2f}x" in text
+    assert "takes {:.2f} to {:.2f} times as long".format(*found["efficiency"]) in text
     assert f"{found['actor']['total'] / 2**30:.1f} of 79.2 GiB" in text
     disk, weights = found["disk"], found["parameters"]["total"]
     # Weights in bf16, and twelve bytes of an optimizer.
-    assert disk["checkpoint"] == 14 * weights and disk["export"] == 2 * weights
-    parts = disk["checkpoints"] * disk["checkpoint"] + disk["export"] + disk["sync"]
-    assert disk["sync"] == 2 * weights and disk["total"] == pytest.approx(parts, rel=1e-4)
-    assert f"disk: about {size_text(disk['total'])}\n" in text
-    assert found["actor"]["total"] == pytest.approx(sum(found["actor"]["parts"].values()))
+    assert disk["checkpoint"] == 14 * weights
+    assert disk["export"] == disk["sync"] == 2 * weights
     assert set(found["assumptions"]) == {line.split()[0] for line in text.split("each is from):\n")[1].splitlines()}
 
 
-WITHOUT = """import sys; sys.modules.update(dict.fromkeys({modules!r}))
-from megatron_dppo.cli import main; sys.exit(main())"""
-
-HEAVY = ["torch", "transformers", "megatron", "scipy", "pandas", "matplotlib"]
-
-
-def answered(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITHOUT.format(modules=HEAVY), "plan", *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
-
-
-def test_command_needs_no_torch() -> None:
-    answer = answered(LARGE, "--json", "cluster.nodes=2")
-    assert answer.returncode == 0, answer.stderr
-    found: dict[str, Any] = json.loads(answer.stdout)
-    assert found["fits"] and found["placement"]["gpus"] == 64
-
-
-def test_command_ends_with_1_for_an_unfitting_run() -> None:
-    answer = answered(LARGE, "cluster.gpu=a100-40", "assume.response_share=0.3")
-    assert answer.returncode == 1
-    assert "It does NOT fit." in answer.stdout and "  it would with  " in answer.stdout
-    assert answered(LARGE, "assume.respones_share=1").returncode == 2
+def test_command_ends_with_1_for_an_unfitting_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", LARGE, "--json", "cluster.nodes=2"]) == 0
+    assert json.loads(capsys.readouterr().out)["placement"]["gpus"] == 64
+    assert main(["plan", LARGE, "cluster.gpu=a100-40", "assume.response_share=0.3"]) == 1
+    said = capsys.readouterr().out
+    assert "It does NOT fit." in said and "  it would with  " in said
+    assert main(["plan", LARGE, "assume.respones_share=1"]) == 2
 
 
 def test_no_token_exchange_without_experts() -> None:

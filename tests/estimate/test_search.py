@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from itertools import product
@@ -114,9 +115,8 @@ def every_layout(run: Setup) -> Iterator[Setup]:
 
 
 def at(run: Setup, layout: LayoutConfig, config: Config | None = None) -> Setup:
-    placement = run.placement
-    there = type(placement)(layout, placement.ranks, placement.servers, placement.shared, placement.gpus)
-    return Setup(config or run.config, run.shape, there, run.assume)
+    placement = dataclasses.replace(run.placement, layout=layout)
+    return dataclasses.replace(run, config=config or run.config, placement=placement)
 
 
 CASES = [(EIGHT, 8), (ONE_NODE, 4), (MIXTURE, 16)]

@@ -7,10 +7,9 @@ import re
 
 import pytest
 
-from megatron_dppo.config import LayoutConfig
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import chunks_in_flight, shape_of
-from megatron_dppo.estimate.plan import as_json, make_plan
+from megatron_dppo.estimate.memory import shape_of
+from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.search import search
 from megatron_dppo.estimate.time import VARIANCES, measured_variance
@@ -18,7 +17,7 @@ from megatron_dppo.estimate.workload import packs_of
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
-from tests.estimate.planned import of, plan, setup, trainer_parts
+from tests.estimate.planned import of, plan, setup
 
 ARMS = {
     (1.0, 0.5): "completions 0.5 alone",
@@ -53,14 +52,6 @@ def test_efficiency_compares_with_a_batch_of_equal_noise(shape: PolicyShape | No
     assert made.efficiency[0] == pytest.approx(smaller.pruned.seconds / made.pruned.seconds)
     unpruned = plan(*off)
     assert unpruned.variance == (1.0, 1.0) and unpruned.efficiency == (1.0, 1.0)
-
-
-def test_efficiency_is_in_text_and_json() -> None:
-    made = plan()
-    assert made.variance == VARIANCES[0.85, "auto"] and made.efficiency is not None
-    least, most = made.efficiency
-    assert f"takes {least:.2f} to {most:.2f} times as long" in "\n".join(as_text(made))
-    assert as_json(made)["efficiency"] == [least, most]
 
 
 def test_unmeasured_rules_have_no_efficiency() -> None:
@@ -104,17 +95,11 @@ def test_page_shows_the_planned_efficiency(name: str) -> None:
 
 
 def test_virtual_stages_divide_the_bubble() -> None:
+    """Messages of more stages are added."""
     base = ("layout.pp=4", "layout.tp=4", "model.recompute=none")
-    made = plan(*base, "layout.vpp=4")
-    plain, interleaved = plan(*base).pruned, made.pruned
+    plain, interleaved = plan(*base).pruned, plan(*base, "layout.vpp=4").pruned
     assert interleaved.packs == plain.packs
-    assert interleaved.phases["pipeline bubble"] == pytest.approx(plain.phases["pipeline bubble"] / 4, rel=0.02), (
-        "but for messages of more stages"
-    )
-    first, first_interleaved = (trainer_parts(of(*base, f"layout.vpp={v}"))["activations"] for v in (1, 4))
-    # Four packs in 16 layers against as many in 4 layers as are in flight.
-    in_flight = chunks_in_flight(0, LayoutConfig(pp=4, vpp=4), made.unpruned.packs)
-    assert first_interleaved == pytest.approx(first * in_flight * 4 / (4 * 16), rel=5e-3)
+    assert interleaved.phases["pipeline bubble"] == pytest.approx(plain.phases["pipeline bubble"] / 4, rel=0.02)
 
 
 def test_interleaved_pipeline_has_a_pack_per_stage() -> None:
