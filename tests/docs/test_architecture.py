@@ -23,7 +23,7 @@ def test_the_session_of_one_prompt_is_what_the_code_answers() -> None:
     assert WALK.count(">>> ") > 30
 
 
-def test_every_type_on_a_prompt_s_way_is_on_the_page_and_no_other() -> None:
+def test_page_names_exactly_the_types_on_a_prompts_way() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         house = importlib.import_module("house")

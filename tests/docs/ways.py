@@ -58,61 +58,65 @@ NOT_RUN = "# not run here"
 PLACEHOLDERS = {"CONFIG": "configs/quickstart.yaml"}
 EVALUATED = f"{LAYOUT} rollout.max_response_tokens=8 eval.max_response_tokens=8 --problems 2"
 TEST_ONLY = {"sbatch ": "sbatch --test-only "}
+ELSEWHERE = {
+    r"bash scripts/quickstart\.sh --policy smollm2": (NIGHTLY, "bash scripts/quickstart.sh --policy smollm2 run"),
+    r"bash scripts/quickstart\.sh --policy smollm2 --servers vllm": (
+        NIGHTLY,
+        "bash scripts/quickstart.sh --policy smollm2 --servers vllm",
+    ),
+    r"bash scripts/quickstart\.sh": (CI, "bash scripts/quickstart.sh"),
+    r"bash scripts/chaos\.sh 100": (NIGHTLY, "bash scripts/chaos.sh 10 ;;"),
+    r"bash scripts/chaos\.sh 100 --servers": (NIGHTLY, "bash scripts/chaos.sh 10 --servers"),
+    r"bash scripts/test\.sh( --all)?": (CI, "bash scripts/test.sh --all"),
+    r"bash scripts/test\.sh --servers": (CI, "bash scripts/test.sh --servers"),
+    r"bash scripts/test\.sh --slurm": (CI, "bash scripts/test.sh --slurm"),
+    r"bash scripts/test\.sh --newest": (CI, "bash scripts/test.sh --newest"),
+    r"bash scripts/test\.sh --(browser|trl|verl)": (NIGHTLY, "browser | trl | verl) bash scripts/test.sh"),
+    r"bash scripts/(nightly|lint)\.sh": ("scripts/lint.sh", "scripts/{lint,nightly,test"),
+    r"bash scripts/test\.sh --measure": ("scripts/test.sh", "(--measure)"),
+    r"python -m pytest tests/rehearsal": ("scripts/test.sh", "tests/rehearsal\n"),
+    r"bash scripts/docs\.sh": ("tests/docs/test_site.py", "bash scripts/docs.sh"),
+    r"python tools/site/settings_page\.py": ("tests/docs/test_site.py", "tools/site/{name}_page.py"),
+    r"ruff check \. && ruff format --check \.": ("scripts/lint.sh", "ruff format --check ."),
+    r"pip install \"\.\[wandb,mlflow,trackio\]\"": (
+        CI,
+        "mlflow,mutation,nemo-run,reasoning-gym,trackio,verifiers,wandb",
+    ),
+    r"mypy": ("scripts/lint.sh", "mypy"),
+    r"source \.venv/bin/activate": ("scripts/quickstart.sh", "source $(printf"),
+    r"megatron-dppo rehearse configs/\S+\.yaml": (
+        "tests/rehearsal/test_command.py",
+        '"megatron_dppo", "rehearse", CONFIG',
+    ),
+    r"python benchmarks/rehearsal\.py --json": ("tests/rehearsal/test_command.py", '"benchmarks/rehearsal.py"'),
+    r"python benchmarks/gpu_step\.py --shapes 1\.7b --sync-debug --profile kernels\.txt": (
+        "tests/gpu/test_gpu_step.py",
+        '"--sync-debug", "--profile"',
+    ),
+    r"pip install --no-deps nvidia-nccl-cu13==\S+": ("tests/rollout/servers/test_nccl.py", "--no-deps nvidia"),
+    r"python grpo\.py": ("tests/integrations/test_trl.py", '"python grpo.py"'),
+    r"pip install '\.\[trl,cpu\]'": ("scripts/test.sh", "extras=cpu,trl"),
+    r"megatron-dppo serve CONFIG": ("scripts/slurm/job.sh", "megatron_dppo serve"),
+}
+"""Commands that other scripts and tests run: a file, and the words in it that run the command."""
+NOWHERE = (
+    r"docker .*|git clone .*|cp -r data/qwen/.*|python3\.12 -m venv .*",
+    r"python -m sglang\.launch_server .*",
+    r"bash scripts/figures\.sh .*",
+    r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*",
+    r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*",
+    r"SOURCE_DATE_EPOCH=.* python -m build|twine check .*",
+    r"megatron-dppo (sft|train) configs/quickstart\.yaml model\.path=runs/qwen3_5/.*",
+    r"megatron-dppo export .* --push .*",
+)
+"""Commands marked by :data:`NOT_RUN` on their line."""
 WAYS = (
-    # What CI itself runs, whole.
-    Way(
-        r"bash scripts/quickstart\.sh --policy smollm2",
-        "elsewhere",
-        by=(NIGHTLY, "bash scripts/quickstart.sh --policy smollm2 run"),
-    ),
-    Way(
-        r"bash scripts/quickstart\.sh --policy smollm2 --servers vllm",
-        "elsewhere",
-        by=(NIGHTLY, "bash scripts/quickstart.sh --policy smollm2 --servers vllm"),
-    ),
-    Way(r"bash scripts/quickstart\.sh", "elsewhere", by=(CI, "bash scripts/quickstart.sh")),
-    Way(r"bash scripts/chaos\.sh 100", "elsewhere", by=(NIGHTLY, "bash scripts/chaos.sh 10 ;;")),
-    Way(r"bash scripts/chaos\.sh 100 --servers", "elsewhere", by=(NIGHTLY, "bash scripts/chaos.sh 10 --servers")),
-    Way(r"bash scripts/test\.sh( --all)?", "elsewhere", by=(CI, "bash scripts/test.sh --all")),
-    Way(r"bash scripts/test\.sh --servers", "elsewhere", by=(CI, "bash scripts/test.sh --servers")),
-    Way(r"bash scripts/test\.sh --slurm", "elsewhere", by=(CI, "bash scripts/test.sh --slurm")),
-    Way(r"bash scripts/test\.sh --newest", "elsewhere", by=(CI, "bash scripts/test.sh --newest")),
-    Way(
-        r"bash scripts/test\.sh --(browser|trl|verl)",
-        "elsewhere",
-        by=(NIGHTLY, "browser | trl | verl) bash scripts/test.sh"),
-    ),
-    Way(r"bash scripts/(nightly|lint)\.sh", "elsewhere", by=("scripts/lint.sh", "scripts/{lint,nightly,test")),
-    Way(r"bash scripts/test\.sh --measure", "elsewhere", by=("scripts/test.sh", "(--measure)")),
-    Way(r"python -m pytest tests/rehearsal", "elsewhere", by=("scripts/test.sh", "tests/rehearsal\n")),
-    Way(r"bash scripts/docs\.sh", "elsewhere", by=("tests/docs/test_site.py", "bash scripts/docs.sh")),
-    Way(
-        r"python tools/site/settings_page\.py",
-        "elsewhere",
-        by=("tests/docs/test_site.py", "tools/site/{name}_page.py"),
-    ),
-    Way(r"ruff check \. && ruff format --check \.", "elsewhere", by=("scripts/lint.sh", "ruff format --check .")),
-    Way(
-        r"pip install \"\.\[wandb,mlflow,trackio\]\"",
-        "elsewhere",
-        by=(CI, "mlflow,mutation,nemo-run,reasoning-gym,trackio,verifiers,wandb"),
-    ),
-    Way(r"mypy", "elsewhere", by=("scripts/lint.sh", "mypy")),
-    Way(r"source \.venv/bin/activate", "elsewhere", by=("scripts/quickstart.sh", "source $(printf")),
+    *(Way(commands, "elsewhere", by=by) for commands, by in ELSEWHERE.items()),
+    *(Way(commands, "nowhere") for commands in NOWHERE),
     # Looking, planning, checking.
     Way(r"megatron-dppo doctor"),
     Way(r"megatron-dppo configs( --copy \w+)?"),
     Way(r"megatron-dppo quickstart", append=SMALL),
-    Way(
-        r"megatron-dppo rehearse configs/\S+\.yaml",
-        "elsewhere",
-        by=("tests/rehearsal/test_command.py", '"megatron_dppo", "rehearse", CONFIG'),
-    ),
-    Way(
-        r"python benchmarks/rehearsal\.py --json",
-        "elsewhere",
-        by=("tests/rehearsal/test_command.py", '"benchmarks/rehearsal.py"'),
-    ),
     Way(r"megatron-dppo plan CONFIG", replace=PLACEHOLDERS),
     Way(r"megatron-dppo plan configs/\S+ --(keep .*|search( --gpus \d+)?)"),
     Way(r"megatron-dppo plan configs/\S+( .*cluster.*)?"),
@@ -131,29 +135,12 @@ WAYS = (
     Way(r"python -m pytest tests/laws(/test_unbiasedness\.py)? -k \w+", append="--collect-only -q"),
     # For a GPU: its tests skip themselves elsewhere, its benchmark is tiny, its extra is looked for and not installed.
     Way(r"NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 python -m pytest -s -m gpu tests/gpu"),
-    Way(
-        r"python benchmarks/gpu_step\.py --shapes 1\.7b --sync-debug --profile kernels\.txt",
-        "elsewhere",
-        by=("tests/gpu/test_gpu_step.py", '"--sync-debug", "--profile"'),
-    ),
-    Way(
-        r"pip install --no-deps nvidia-nccl-cu13==\S+",
-        "elsewhere",
-        by=("tests/rollout/servers/test_nccl.py", "--no-deps nvidia"),
-    ),
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
     Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),
     Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
-    Way(r"docker .*|git clone .*|cp -r data/qwen/.*|python3\.12 -m venv .*", "nowhere"),
-    Way(r"python -m sglang\.launch_server .*", "nowhere"),
-    Way(r"bash scripts/figures\.sh .*", "nowhere"),
-    Way(r"VERL_USE_EXTERNAL_MODULES=\S+ python -m verl\..*", "nowhere"),
-    Way(r"pip install (torch==|build|--no-build-isolation \"transformer-engine).*", "nowhere"),
-    Way(r"SOURCE_DATE_EPOCH=.* python -m build|twine check .*", "nowhere"),
     Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml --check", replace={" --check": ""}, append=CHECKED),
     Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml rollout\.launch\.command=\S+", append=CHECKED),
     # Policies, and what trains them.
-    Way(r"megatron-dppo (sft|train) configs/quickstart\.yaml model\.path=runs/qwen3_5/.*", "nowhere"),  # Python 3.12
     Way(r"megatron-dppo init \S+ --family \w+"),
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
     Way(r"megatron-dppo init runs/moe/policy .*"),
@@ -229,10 +216,7 @@ WAYS = (
     # Checkpoints.
     Way(r"megatron-dppo export runs/quickstart \S+ --card"),
     Way(r"megatron-dppo export runs/lora \S+ --(card|merge)"),
-    Way(r"megatron-dppo export .* --push .*", "nowhere"),
     Way(r"python (trained_and_asked|functions)\.py 20", replace={" 20": " 1"}),
-    Way(r"python grpo\.py", "elsewhere", by=("tests/integrations/test_trl.py", '"python grpo.py"')),
-    Way(r"pip install '\.\[trl,cpu\]'", "elsewhere", by=("scripts/test.sh", "extras=cpu,trl")),
     Way(r"python \w+\.py"),
     Way(r"python -c '.*'"),
     Way(r"python tools/convert_ckpt/(hf_to_megatron|megatron_to_hf)\.py \S+ \S+ --(verify|dry-run)"),
@@ -272,7 +256,6 @@ WAYS = (
     ),
     Way(r"megatron-dppo launch \S+ --executor slurm --dry-run( > job\.sh)?", "slurm"),
     Way(r"megatron-dppo launch \S+ --executor slurm", "slurm", append="--dry-run"),
-    Way(r"megatron-dppo serve CONFIG", "elsewhere", by=("scripts/slurm/job.sh", "megatron_dppo serve")),
 )
 
 
