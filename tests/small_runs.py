@@ -7,20 +7,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config import (
-    ArithmeticConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    LayoutConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PackConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SyncConfig,
-)
+from megatron_dppo.config import Config
 from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -51,26 +38,6 @@ def write_run(folder: Path) -> Path:
     for name, reward in REWARDS.items():
         (folder / f"{name}.py").write_text(REWARD.format(reward=reward))
     return folder
-
-
-def configure(
-    folder: Path, run: Path, layout: LayoutConfig, *, ahead: int = 0, steps: int = 5, reward: str = "mixed"
-) -> Config:
-    return Config(
-        run=RunConfig(dir=str(run), steps=steps, checkpoint_every=SAVED, export=False),
-        model=ModelConfig(path=str(folder / "hf")),
-        layout=layout,
-        data=DataConfig(
-            chat_template=False, max_prompt_tokens=24, arithmetic=ArithmeticConfig(problems=16, eval_problems=4)
-        ),
-        rollout=RolloutConfig(
-            prompts_per_step=8, samples_per_prompt=3, max_response_tokens=9, ahead=ahead, sync=SyncConfig(check_every=3)
-        ),
-        reward=RewardConfig(function=f"{folder / reward}.py:compute_score"),
-        pack=PackConfig(max_tokens=256),
-        optimizer=OptimizerConfig(lr=1e-3),
-        eval=EvalConfig(every=2, problems=4),
-    )
 
 
 def small_words(folder: Path, run: Path, *overrides: str) -> list[str]:

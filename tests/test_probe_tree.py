@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.cli import main
-from megatron_dppo.config import Config, LayoutConfig, ProbeConfig, RolloutConfig, replace
+from megatron_dppo.config import Config
 from megatron_dppo.probe_tree import probe_tree
 from tests.ranks import RankPool
-from tests.small_runs import configure, write_run
+from tests.small_runs import small_run, write_run
 
 REWARD = """
 def first(data_source, solution_str, ground_truth, extra_info=None):
@@ -42,14 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(folder: Path, decided: str, layout: LayoutConfig | None = None) -> Config:
-    config = configure(folder, folder / "run", layout or LayoutConfig())
-    return replace(
-        config,
-        rollout=RolloutConfig(samples_per_prompt=8, max_response_tokens=6),
-        reward=replace(config.reward, function=f"{folder / 'decided.py'}:{decided}"),
-        probe=ProbeConfig(at=(AT / 6,), prompts=8, roots=3, continuations=3),
-    )
+def settings(folder: Path, decided: str, *layout: str) -> Config:
+    words = f"""
+    rollout.samples_per_prompt=8 rollout.max_response_tokens=6 reward.function={folder}/decided.py:{decided}
+    probe.at=[{AT / 6}] probe.prompts=8 probe.roots=3 probe.continuations=3
+    """
+    return small_run(folder, folder / "run", *words.split(), *layout)
 
 
 def row(printed: str) -> list[float]:
@@ -74,26 +71,14 @@ def test_flat_groups_are_named_where_the_beginning_decides(folder: Path, ranks: 
     assert not (folder / "run").exists(), "a probe leaves the run's folder alone"
 
 
-@pytest.mark.parametrize("layout", [LayoutConfig(tp=2), LayoutConfig(dp=2), LayoutConfig(pp=2)], ids=str)
-def test_every_layout_finds_the_same(folder: Path, ranks: RankPool, layout: LayoutConfig) -> None:
-    alone, together = (
-        ranks.run(layout.tp * layout.pp * (layout.dp or 1), probed, settings(folder, "last", layout))
-        for layout in (LayoutConfig(), layout)
-    )
-    assert row(together[0]) == pytest.approx(row(alone[0]), abs=0.0101), "to the last digit that is printed"
-    assert together[1] == "", "one rank speaks"
+@pytest.mark.parametrize("layout", ["layout.tp=2", "layout.dp=2", "layout.pp=2"])
+def test_every_layout_finds_the_same(folder: Path, ranks: RankPool, layout: str) -> None:
+    (alone,) = ranks.run(1, probed, settings(folder, "last"))
+    first, second = ranks.run(2, probed, settings(folder, "last", layout))
+    assert row(first) == pytest.approx(row(alone), abs=0.0101), "to the last digit that is printed"
+    assert second == "", "one rank speaks"
 
 
 def test_rewards_that_are_all_equal_are_refused(folder: Path, ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"equal rewards.*Raise probe\.prompts"):
         ranks.run(1, probed, settings(folder, "never"))
-
-
-def test_the_command_line_is_short_for_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["probe-tree", "configs/quickstart.yaml", "--at", "0.25,0.75", "--print-config"]
-    assert main(words) == 0
-    assert re.search(r"at:\s*(\[0\.25, 0\.75\]|\n *- 0\.25\n *- 0\.75)", capsys.readouterr().out)
-    assert main([*words[:2], "rollout.conversation=a.py:b"]) == 2
-    assert "cannot fork" in capsys.readouterr().err
-    assert main([*words[:2], "pack.max_tokens=64"]) == 2
-    assert "pack.max_tokens" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
@@ -85,10 +84,6 @@ def read(folder: Path) -> Checksums:
     found = Checksums.read(folder)
     assert found is not None
     return found
-
-
-def blocks_of(folder: Path) -> list[tuple[int, int]]:
-    return json.loads((folder / CHECKSUMS).read_text())["files"][SHARDS]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -19,7 +19,7 @@ from tests.bridge.directories import Sizes, assert_same_for_transformers, logits
 from tests.bridge.on_ranks import loaded_policy
 from tests.ranks import RankPool
 
-ONE, TP2 = LayoutConfig(), LayoutConfig(tp=2)
+TP2 = LayoutConfig(tp=2)
 SHARD_BYTES, LARGE = 40_000, 10**9
 
 
@@ -62,26 +62,26 @@ def export_in_little_room(rank: int, size: int, source: Path, out: Path, layout:
 
 
 def test_a_failure_is_raised_on_every_rank_and_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    source, out, work = tmp_path / "source", tmp_path / "out", tmp_path / "work"
+    source, out = tmp_path / "source", tmp_path / "out"
     write_qwen3(source, Sizes())
-    ranks.run(1, export, source, out, ONE, LARGE, torch.float32)
-    work.mkdir()
-    (work / "thesis.tex").touch()
+    ranks.run(1, export, source, out, LayoutConfig(), LARGE, torch.float32)
     before = contents(tmp_path)
-    failures = {
-        out: "the export cannot be written (File too large)",
-        work: "is there already and is no model directory",
-    }
-    calls = [(export_in_little_room, source, place, LayoutConfig(tp=2, dp=2)) for place in failures]
-    for (place, problem), errors in zip(failures.items(), ranks.in_turn(4, *calls, timeout=60.0), strict=True):
-        assert len({*errors}) == 1
-        assert errors[0].startswith(f"run.dir = {place}: {problem}")
+    errors = ranks.run(4, export_in_little_room, source, out, LayoutConfig(tp=2, dp=2), timeout=60.0)
+    assert len({*errors}) == 1
+    assert errors[0].startswith(f"run.dir = {out}: the export cannot be written (File too large)")
     assert contents(tmp_path) == before
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "source", "work"}
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "source"}
 
 
 def test_an_impossible_destination_is_refused_beforehand(tmp_path: Path) -> None:
-    for out, size, problem in ((tmp_path, 1, "is where the initial policy"), (tmp_path / "hf", 10**18, "GiB free")):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/thesis.tex").touch()
+    refusals = (
+        (tmp_path, 1, "is where the initial policy"),
+        (tmp_path / "hf", 10**18, "GiB free"),
+        (tmp_path / "work", 1, "is there already and is no model directory"),
+    )
+    for out, size, problem in refusals:
         with pytest.raises(UserError, match=problem) as caught:
             check_destination(tmp_path, out, size)
         assert caught.value.setting == "run.dir"

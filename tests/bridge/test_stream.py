@@ -22,7 +22,6 @@ from megatron_dppo.bridge.mapping import expected_tensors
 from megatron_dppo.bridge.stream import Consumers, weight_stream
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.policy import PolicyModel
-from megatron_dppo.models.shape import PolicyShape
 from tests.bridge.directories import Sizes, write_qwen3
 from tests.bridge.on_ranks import assert_complete, loaded_policy, stream_back
 from tests.ranks import RankPool
@@ -32,7 +31,6 @@ MIB = 2**20
 SEVERAL_BUCKETS = Sizes(vocab_size=1500, hidden_size=192, intermediate_size=512, num_hidden_layers=4)
 """Sizes with several buckets of 1 MiB. Embedding and output layer are larger than a bucket."""
 TIED = replace(SEVERAL_BUCKETS, tie_word_embeddings=True)
-SHAPE = PolicyShape(8, 12, 8, 4, 6, 16, 131, False, 1e6, 1e-6, 128)
 
 
 def test_buckets_are_bounded_and_hold_each_tensor_once(ranks: RankPool, tmp_path: Path) -> None:

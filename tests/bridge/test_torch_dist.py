@@ -36,11 +36,9 @@ def test_torch_reads_every_key_of_the_mapping(tmp_path: Path, write: Callable[..
     assert reader.read_metadata().state_dict_metadata.keys() == state.keys()
     dcp.load(state, storage_reader=reader, no_dist=True)
     tensors = weights(tmp_path / "source")
-    attention, queries = "decoder.layers.self_attention.", shape.heads // shape.kv_heads * shape.head_dim
     for layer in range(shape.num_layers):
-        name = f"model.layers.{layer}.self_attn."
-        groups = state[attention + "linear_qkv.weight"][layer].view(shape.kv_heads, -1, shape.hidden)
-        assert torch.equal(groups[:, :queries].flatten(0, 1), tensors[name + "q_proj.weight"])
+        norm = state["decoder.layers.self_attention.linear_qkv.layer_norm_weight"][layer]
+        assert torch.equal(norm, tensors[f"model.layers.{layer}.input_layernorm.weight"])
     embedding = state["embedding.word_embeddings.weight"]
     assert torch.equal(embedding[:131], tensors["model.embed_tokens.weight"])
     assert not embedding[131:].any()

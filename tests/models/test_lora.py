@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import zlib
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo import cli
 from megatron_dppo.bridge import chunks
-from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, Block, Checksums
 from megatron_dppo.bridge.load import bind, bind_adapters, fill_parameter, part_of
 from megatron_dppo.bridge.mapping import adapters_of_tensor
 from megatron_dppo.bridge.stored_policy import read_metadata
@@ -30,7 +28,6 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.learner import Learner
-from megatron_dppo.trainer.writer import STATE
 from tests.bridge.conversions import contents, weights
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.laws.test_split_invariance import GRPO, HYBRID, HYBRID_EXPERTS, LAYOUTS, ONE, SP
@@ -247,18 +244,15 @@ def test_checkpoint_of_adapters_is_exported_for_peft_or_merged(
 def test_adapters_are_merged_into_no_other_policy(
     runs: dict[str, Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = shutil.copytree(runs["one"].run.dir, tmp_path / "run")
-    state = run / "checkpoints/iter_0000001" / STATE
-    state.write_text(state.read_text().replace("policy", "other"))
-    listed = json.loads((state.parent / CHECKSUMS).read_text())["files"]
-    kept = {name: [Block(*block) for block in blocks] for name, blocks in listed.items() if name != STATE}
-    Checksums(state.parent, kept).write()
-    other = write_policy(Path(runs["one"].model.path).with_name("other"), seed=8)
-    assert cli.main(["export", str(run), str(tmp_path / "out"), "--merge"]) == 2
+    run, policy = runs["one"].run.dir, Path(runs["one"].model.path)
+    own = policy.rename(policy.with_name("own"))
+    write_policy(policy, seed=8)
+    assert cli.main(["export", run, str(tmp_path / "out"), "--merge"]) == 2
     error = " ".join(capsys.readouterr().err.split())
-    assert f"model.path = {other}" in error and "other weights than the adapters" in error
-    shutil.rmtree(other)
-    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0, "adapters are whole without the policy"
+    assert f"model.path = {policy}" in error and "other weights than the adapters" in error
+    shutil.rmtree(policy)
+    assert cli.main(["export", run, str(tmp_path / "out")]) == 0, "adapters are whole without the policy"
+    own.rename(policy)
 
 
 def draw(rank: int, size: int, config: Config) -> Weights:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
+from megatron_dppo.config import LayoutConfig, LossConfig, replace
 from megatron_dppo.models import policy as policy_module
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
@@ -151,41 +151,29 @@ def assert_parts_equal(cases: Sequence[tuple[int, int]], results: Iterable[Seque
             assert_equal((scores, hidden_grad, weight_grad), whole)
 
 
-def configure(path: Path, dtype: str, *, overlap: bool = False) -> Config:
-    config = config_for(path, LayoutConfig(dp=1), LossConfig(), 32, distributed=True)
-    optimizer = replace(config.optimizer, overlap=overlap)
-    return replace(config, model=replace(config.model, dtype=dtype), optimizer=optimizer)
-
-
-def microbatches(world: Any, learner: Any, config: Config) -> list[Microbatch]:
-    metadata, groups = step_of_groups(1)
-    (minibatch,) = plan_for(world, config, metadata).minibatches
-    packs = learner._packs(minibatch, held_by(0, metadata, groups))
-    assert len(packs) > 5
-    return [Microbatch(pack) for pack in packs]
-
-
 def loss(responses: Responses) -> tuple[torch.Tensor, Sums]:
     return -(responses.logprobs * responses.arrays.advantage * responses.arrays.scale).sum(), {}
 
 
-def accumulated(rank: int, size: int, config: Config) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def accumulated(rank: int, size: int, path: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return DDP's gradient of the output weight after several packs, and each pack's by autograd, in fp64."""
+    config = config_for(path, LayoutConfig(dp=1), LossConfig(), 32, distributed=True)
+    config = replace(config, model=replace(config.model, dtype="bf16"))
     world, learner, parts = build(config)
+    metadata, groups = step_of_groups(1)
+    (minibatch,) = plan_for(world, config, metadata).minibatches
+    packs = learner._packs(minibatch, held_by(0, metadata, groups))
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def score(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, **settings: Any) -> Any:
         scores = score_responses(hidden, weight, targets, **settings)
-        scores.logprobs.register_hook(lambda grad: seen.append((hidden.detach(), targets, grad)))
+        scores.logprobs.register_hook(lambda grad: seen.append((hidden.detach(), targets, grad.double())))
         return scores
 
     with mock.patch.object(policy_module, "score_responses", score):
-        parts.actor.accumulate(microbatches(world, learner, config), loss)
+        parts.actor.accumulate([Microbatch(pack) for pack in packs], loss)
     weight = parts.actor.chunks[0].output_layer.weight
-    exact = []
-    for hidden, targets, grad in seen:
-        data = (hidden, weight.detach(), targets, grad.double())
-        exact.append(naive(data, 131, config.rollout.temperature)[2])
+    exact = [naive((hidden, weight.detach(), *rest), 131, config.rollout.temperature)[2] for hidden, *rest in seen]
     return weight.main_grad.double().clone(), exact
 
 
@@ -194,7 +182,8 @@ def distance(found: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def test_packs_of_a_policy_in_bf16_are_summed_in_fp32(ranks: RankPool, policy: Path) -> None:
-    [(sums, packs)] = ranks.run(1, accumulated, configure(policy, "bf16"))
+    [(sums, packs)] = ranks.run(1, accumulated, policy)
+    assert len(packs) > 5
     exact = torch.stack(packs).sum(dim=0)
     rounded = torch.stack([pack.bfloat16().double() for pack in packs]).sum(dim=0)
     assert distance(rounded, exact) > 5e-4, "the comparison can fail"
