@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -108,6 +109,14 @@ def request_all(dispatcher: Dispatcher, count: int, sampling: Sampling = SAMPLIN
     batch = dispatcher.begin(prompts_of(count), sampling, VERSION)
     batch.wait(20.0)
     return batch
+
+
+def happens(event: Callable[[], bool]) -> bool:
+    """Wait for an event."""
+    until = time.monotonic() + 20.0
+    while not event() and time.monotonic() < until:
+        time.sleep(0.01)
+    return event()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,14 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_dppo.config import BranchConfig
 from megatron_dppo.rl.types import Completion, RoutingShape, VersionSpan
-from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
-from megatron_dppo.rollout.servers.dispatch import PAUSE_S, Dispatcher, PromptFailedError
+from megatron_dppo.rollout.servers.dispatch import PAUSE_S, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from tests.rollout.local import forks_of
 from tests.rollout.servers.script import (
@@ -26,6 +24,7 @@ from tests.rollout.servers.script import (
     VERSION,
     Script,
     dispatcher_of,
+    happens,
     prompts_of,
     request_all,
     result_of,
@@ -62,105 +61,32 @@ def test_requests_carry_the_sampling_settings(http: Http) -> None:
     assert request.stop_token_ids == (0, 3)
 
 
-class Abortable(Script):
-    """Answers its first ``whole`` requests; aborts all others after ``kept`` tokens, once told to."""
-
-    whole, kept, is_aborted = 1, 2, False
-
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        number = len(self.requests)
-        results = await super().generate(request, timeout_s=timeout_s)
-        if number < self.whole:
-            return results
-        while not self.is_aborted:
-            await asyncio.sleep(0.002)
-        cut = [result_of(each.token_ids[: self.kept].tolist(), reason="abort") for each in results]
-        return [
-            part if len(part.token_ids) < len(each.token_ids) else each for each, part in zip(results, cut, strict=True)
-        ]
-
-
-def break_off(
-    dispatcher: Dispatcher, server: Abortable, batches: Sequence[RequestBatch], after: int
-) -> list[list[PartialRollout]]:
-    """Abort all requests after so many have arrived, as an engine does."""
-    until = time.monotonic() + 20.0
-    while len(server.requests) < after and time.monotonic() < until:
-        time.sleep(0.01)
-    dispatcher.ask_no_more(batches)
-    server.is_aborted = True
-    return dispatcher.progress(batches, 10.0)
-
-
 def test_partial_rollouts_resume_from_their_tokens(http: Http) -> None:
-    """Finished ones are not requested again; prompts without any are requested whole."""
+    """Finished samples are not requested again; prompts without any token are requested whole."""
+    over = threading.Event()
 
-    wholes = [[1, 1, 0], *([token] * 7 + [0] for token in (2, 3, 4))]
+    def answer_some(server, request):
+        whole, first = echo(server, request), request.token_ids[0]
+        part = result_of([first], reason="abort")
+        return {1: whole, 2: [whole[0], part, part]}.get(first, [part] * SAMPLES)
 
-    def long_for_some(server, request):
-        first, _, *made = request.token_ids
-        return [result_of(wholes[first - 1][len(made) :])] * request.samples
-
-    server = Abortable(http, long_for_some)
+    server = Script(http, answer_some, holds=lambda request: request.token_ids[0] > 1 and not over.is_set())
     dispatcher = dispatcher_of(http, server, max_in_flight=2)
     batch = dispatcher.begin(prompts_of(4), SAMPLING, VERSION)
-    (partial,) = break_off(dispatcher, server, [batch], after=3)
+    assert happens(lambda: len(server.requests) == 3)
+    dispatcher.ask_no_more([batch])
+    over.set()
+    (partial,) = dispatcher.progress([batch], 10.0)
     known = Counter((one.prompt, one.ended, len(one.completion.token_ids)) for one in partial)
-    assert known == dict.fromkeys([(0, True, 3), (1, False, 2), (2, False, 2)], SAMPLES)
+    assert known == {(0, True, 3): 3, (1, True, 3): 1, (1, False, 1): 2, (2, False, 1): 3}
 
-    other = Script(http, long_for_some, "b")
+    other = Script(http, echo, "b")
     batch = dispatcher_of(http, other).begin(prompts_of(4), SAMPLING, VERSION, partial)
     batch.wait(20.0)
-    for whole, group in zip(wholes, batch.groups(), strict=True):
-        assert [c.token_ids.tolist() for c in group] == [whole] * SAMPLES
-        assert all(c.logprobs.tolist() == [-token for token in whole] for c in group)
+    check_echoed(batch, 4)
     requested = Counter((tuple(each.token_ids), each.samples, each.max_tokens) for each in other.requests)
-    assert requested == {((2, 7, 2, 2), 1, 6): SAMPLES, ((3, 7, 3, 3), 1, 6): SAMPLES, ((4, 7), SAMPLES, 8): 1}
-
-
-ENDS, LONGEST = 0.12, 24
-"""Chance that a token ends a completion, and the limit of tokens."""
-
-
-def abort_at_random(server: Script, request: GenerateRequest) -> list[GenerateResult]:
-    """Any token ends a sample with the same chance; an update of the weights aborts all after some tokens."""
-    draw = np.random.default_rng([request.seed or 0, request.samples])
-    until = int(draw.integers(1, 16))
-    results = []
-    for length in np.minimum(draw.geometric(ENDS, request.samples), request.max_tokens).tolist():
-        tokens = [1] * (length - 1) + [0]
-        results.append(result_of(tokens) if length <= until else result_of(tokens[:until], reason="abort"))
-    return results
-
-
-def p_of_lengths(lengths: Sequence[int]) -> float:
-    """Return p of χ² against the lengths that are sampled, in bins of three tokens and those at the limit."""
-    chances = ENDS * (1.0 - ENDS) ** np.arange(LONGEST)
-    chances[-1] = (1.0 - ENDS) ** (LONGEST - 1)
-    seen = np.bincount(lengths, minlength=LONGEST + 1)[1:].reshape(-1, 3).sum(axis=1)
-    expected = len(lengths) * chances.reshape(-1, 3).sum(axis=1)
-    chi2 = torch.tensor(((seen - expected) ** 2 / expected).sum())
-    return float(torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2.0), chi2 / 2.0))
-
-
-def test_trained_lengths_are_the_sampled_lengths(http: Http) -> None:
-    """Of three batches that are broken off in the middle, as another run has read their partial rollouts."""
-    server = Abortable(http, abort_at_random)
-    server.whole, server.kept = 300, 4
-    dispatcher = dispatcher_of(http, server, max_in_flight=192)
-    samplings = [replace(SAMPLING, max_tokens=LONGEST, seed=seed) for seed in range(3)]
-    batches = [dispatcher.begin(prompts_of(64), sampling, VERSION) for sampling in samplings]
-    partial = break_off(dispatcher, server, batches, after=400)
-    assert all(partial)
-    others = dispatcher_of(http, Script(http, abort_at_random, "b"), max_in_flight=192)
-    lengths = []
-    for sampling, known in zip(samplings, partial, strict=True):
-        batch = others.begin(prompts_of(64), replace(sampling, seed=sampling.seed + 10), VERSION, known)
-        batch.wait(20.0)
-        assert batch.is_over and batch.error is None
-        lengths += [len(c.token_ids) for group in batch.groups() for c in group]
-    assert len(lengths) == 3 * 64 * SAMPLES
-    assert p_of_lengths(lengths) > 0.01
+    assert requested == {((2, 7, 2), 1, 7): 2, ((3, 7, 3), 1, 7): 3, ((4, 7), 3, 8): 1}
+    assert len({request.seed for request in server.requests + other.requests}) == 3 + 6
 
 
 def test_requests_of_a_dead_server_are_resubmitted_whole(http: Http) -> None:
@@ -196,25 +122,6 @@ def test_a_failed_request_is_repeated_with_another_seed(http: Http, fault: str) 
     assert (dispatcher.take_lost(), dispatcher.resubmitted) == ({}, 1)
     first, second = server.requests
     assert first.seed != second.seed
-
-
-def test_tokens_keep_versions_and_experts_of_their_request(http: Http) -> None:
-    """Each request routes every token it reads (all but its last) to the number of requests before it."""
-    shape = RoutingShape(layers=2, per_token=2, experts=4)
-
-    def abort_first(server, request):
-        assert request.routing == shape
-        number = len(server.requests) - 1
-        part = result_of([3, 4], reason="abort"), result_of([5, 0], version="6")
-        table = np.full((len(request.token_ids) + 1, shape.layers, shape.per_token), number, shape.dtype)
-        return [replace(part[number], routing=table)]
-
-    sampling = replace(SAMPLING, samples=1, routing=shape)
-    batch = request_all(dispatcher_of(http, Script(http, abort_first)), 1, sampling)
-    [[completion]] = batch.groups()
-    assert completion.token_ids.tolist() == [3, 4, 5, 0]
-    assert completion.versions == (VersionSpan(5, 2), VersionSpan(6, 2))
-    assert completion.routing is not None and completion.routing[:, 0, 0].tolist() == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("version", ["4", "default"])
@@ -254,10 +161,7 @@ def test_requests_hung_at_a_removed_server_are_resubmitted(http: Http) -> None:
     hung, living = Script(http, echo, holds=lambda request: True), Script(http, echo, "b")
     dispatcher = dispatcher_of(http, hung, living, max_in_flight=2)
     batch = dispatcher.begin(prompts_of(9), SAMPLING, VERSION)
-    until = time.monotonic() + 20.0
-    while batch.unfinished > 2 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert (len(hung.requests), batch.unfinished) == (2, 2)
+    assert happens(lambda: (len(hung.requests), batch.unfinished) == (2, 2))
     dispatcher.serve_from([living])
     batch.wait(20.0)
     check_echoed(batch, 9)
@@ -343,10 +247,9 @@ def check_tree(group: Sequence[Completion]) -> None:
         assert forks_of(leaf) == (2, 5) and len(ids) == LENGTH
         assert leaf.logprobs.tolist() == [-token for token in ids]
         assert sum(span.count for span in leaf.versions) == LENGTH and leaf.finish_reason == "length"
-    prefixes = [[tuple(ids[:length]) for ids in tokens] for length in (2, 3, 5, 6)]
-    groups = [[each.index(prefix) for prefix in each] for each in prefixes]
-    roots, first, last = [0] * 6 + [6] * 6, [slot // 2 * 2 for slot in range(12)], [*range(12)]
-    assert groups == [roots, first, first, last]
+    for place, siblings in ((1, 6), (2, 2), (4, 2), (5, 1)):
+        counts = Counter(ids[place] for ids in tokens)  # in their order
+        assert list(counts.values()) == [siblings] * (12 // siblings)
 
 
 def test_every_fork_is_a_request_from_its_tokens(http: Http) -> None:
@@ -446,6 +349,7 @@ def test_siblings_keep_the_experts_of_their_shared_tokens(http: Http) -> None:
     numbers, shape = Numbers(), RoutingShape(layers=1, per_token=1, experts=200)
 
     def route(server, request):
+        assert request.routing == shape
         number, read = len(server.requests) - 1, len(request.token_ids) + request.max_tokens - 1
         table = np.full((read, 1, 1), number, shape.dtype)
         return [replace(result, routing=table) for result in numbers(server, request)]

@@ -21,6 +21,7 @@ from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, wait_ready
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
+from tests.rollout.servers.script import happens
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 FIRST_PORT = 14000 + os.getpid() % 400 * 20  # tests run beside each other
@@ -60,13 +61,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def wait_well(server: ServerProcess, http: Http, wait_s: float = 20.0) -> str:
     return http.run(wait_ready(server, lambda url: Health(url, http), wait_s)).url
-
-
-def happens(event: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 15
-    while not event() and time.monotonic() < until:
-        time.sleep(0.02)
-    return event()
 
 
 def lives(pid: int) -> bool:
