@@ -109,6 +109,7 @@ def test_summary_shows_savings_and_files(tmp_path: Path) -> None:
     text = said.getvalue()
     assert "25.0% before, 75.0% after (+50.0 points)" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "4 steps of 2.00 s; 17 s with evaluations" in lines
     # Of 4,800 tokens in the window 4,000 were rolled out; of 3,600 of them with a gradient 1,600 were trained on.
     assert "33% trained on" in lines
     assert "17% not rolled out: about 800 tokens, which saved about 1 s" in lines

@@ -10,9 +10,7 @@ import pytest
 
 from megatron_dppo.report.page import page
 from megatron_dppo.report.pictures import draw_pictures
-from megatron_dppo.report.pruning import (
-    answers_plot,
-)
+from megatron_dppo.report.pruning import answers_plot
 from megatron_dppo.report.run import read_run, read_runs
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer import run_logger
@@ -43,7 +41,7 @@ def respell(file: Path, rng: random.Random) -> None:
     file.write_text("\n".join([*lines, ""]))
 
 
-@pytest.mark.parametrize("kind", ["flipped", "respelled"])
+@pytest.mark.parametrize("kind", ["flipped", "respelled", "foreign"])
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_file_costs_no_page(tmp_path: Path, name: str, kind: str) -> None:
     run, rng = whole(tmp_path / "run"), random.Random(f"{name} {kind}")

@@ -170,47 +170,22 @@ def test_new_file_of_a_folder_of_prompts_is_named(config: Config, tmp_path: Path
         check_resume(of_folder)
 
 
-def scores(worth: float) -> Callable[..., Any]:
-    if worth == 0.5:
-
-        def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-            return 0.5 * len(solution_str)
-
-        return score
-
-    def score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-        return 2.0 * len(solution_str)
-
-    return score
+def halves(completions: list[str]) -> list[float]:
+    return [0.5 for _ in completions]
 
 
 def test_function_from_python_is_known_by_its_text(config: Config, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    give = partial(_with_functions, config, folder, check=check_resume)
     anyway = replace(config, run=replace(config.run, resume="anyway"))
-    given = _with_functions(anyway, folder, check=check_resume, reward=scores(0.5))
+    given = _with_functions(anyway, folder, check=check_resume, reward=halves)
     save(given, folder)
     assert functions_without_text(given) == []
     check_resume(given)  # as the command line does, which is given none
-    give(reward=scores(0.5))
     with pytest.raises(UserError) as caught:
-        give(reward=partial(scores(2.0)))
-    said = caught.value.problem.splitlines()[1:]
-    assert said == ["reward.function: reward, given from Python, has changed"]
-    with pytest.raises(UserError, match="score, given from Python, has changed"):
-        give(reward=scores(2.0))
-    check_resume(given), give(reward=scores(0.5))  # what was refused has replaced nothing
-    changed = _with_functions(anyway, folder, check=check_resume, reward=scores(2.0))
-    with pytest.raises(UserError, match="score, given from Python, has changed"):
+        _with_functions(config, folder, check=check_resume, reward=partial(shorten))
+    assert caught.value.problem.splitlines()[1:] == ["reward.function: reward, given from Python, has changed"]
+    # The refused function has replaced nothing.
+    _with_functions(config, folder, check=check_resume, reward=halves)
+    changed = _with_functions(anyway, folder, check=check_resume, reward=shorten)
+    with pytest.raises(UserError, match="shorten, given from Python, has changed"):
         check_resume(replace(changed, run=config.run))
-
-
-def test_functions_without_source_are_named(config: Config, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    anyway = replace(config, run=replace(config.run, resume="anyway"))
-    save(_with_functions(anyway, folder, check=check_resume, reward=scores(0.5)), folder)
-    made: dict[str, Any] = {"__name__": "typed"}
-    exec("def typed(completions): return [0.0 for _ in completions]", made)
-    for function in (made["typed"], max):
-        given = _with_functions(config, folder, check=check_resume, reward=function)
-        assert functions_without_text(given) == [f"reward.function: {function.__name__}"]
