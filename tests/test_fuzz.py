@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -133,15 +132,11 @@ def of_model(folder: Path, rng: random.Random) -> Config:
 
 
 def of_rows(folder: Path, rng: random.Random) -> Config:
-    """Rows are of other types, cut short, or no rows."""
-    rows: list[Any] = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    for _ in range(rng.randint(1, 3)):
-        row = rng.choice(rows)
-        if isinstance(row, dict):
-            row[rng.choice(["prompt", "label", "id", "extra_info", "reward_model", "data_source"])] = rng.choice(ODD)
-        if rng.random() < 0.2:
-            rows[rng.randrange(len(rows))] = rng.choice(ODD)
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    """A row is of another type, cut short, or no row."""
+    *lines, last = (folder / "rows.jsonl").read_text().splitlines()
+    key = rng.choice(["prompt", "label", "id", "extra_info", "reward_model", "data_source"])
+    row = json.loads(last) | {key: rng.choice(ODD)}
+    content = "\n".join([*lines, json.dumps(rng.choice([row, row, row, rng.choice(ODD)]))]).encode()
     if rng.random() < 0.3:
         content = content[: rng.randrange(len(content))] + rng.choice([b"", b"\xff\xfe", b"\x00" * 9, b"[" * 30_000])
     (folder / "rows.jsonl").write_bytes(content)
