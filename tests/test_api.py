@@ -56,7 +56,6 @@ def train_with_own_functions(tmp_path: Path) -> None:
     assert 0.0 < told[-1]["rollout/raw_reward"] < 2.0 and told[-1]["reward/errors"] == 0
     assert [row["train/grad_norm"] for row in told[1:]] == [0.0, 0.0]
     assert [row["prune/saved_tokens_completions"] for row in told[1:]] == [0.0, 0.0]
-    assert "length, of the module tests.test_api" in (run_dir / "reward.py").read_text()
     kept = {
         "reward.function": "reward.py:length",
         "pruning.completions.function": "completion_rule.py:keep_all",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import namedtuple
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.init import SUM_CHARACTERS, write_model
-from megatron_dppo.process import files
 
 TINY = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48}
 
@@ -110,11 +108,3 @@ def test_only_models_are_replaced_and_only_on_demand(tmp_path: Path) -> None:
     (tmp_path / "papers" / "thesis.tex").write_text("years of work")
     with pytest.raises(UserError, match="is no model directory"):
         write_model(tmp_path / "papers", **TINY, overwrite=True)
-
-
-def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage(free=1000))
-    with pytest.raises(UserError, match="GiB are to be written"):
-        write_model(tmp_path / "deep" / "policy", **TINY)
-    assert not list(tmp_path.iterdir())

@@ -82,7 +82,7 @@ def test_text_like_json_is_asked_as_text(load: Load, prompt: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [DEEPEST + 1, 200_000])
-def test_deep_nesting_is_refused_in_any_column(refuse: Refuse, write: Write, tmp_path: Path, depth: int) -> None:
+def test_deep_nesting_is_refused_in_any_column(refuse: Refuse, tmp_path: Path, depth: int) -> None:
     for where in ("label", "prompt", "elsewhere"):
         line = json.dumps(GOOD)[:-1] + f', "{where}": {"[" * depth + "]" * depth}}}'
         refuse([line], f"line 1: holds more than {DEEPEST} values within each other")
@@ -100,8 +100,9 @@ def test_labels_are_the_numbers_of_parquet(load: Load, tmp_path: Path) -> None:
     exact = ["72", "-0.5", "12345678901234567890123456789.25", "0.1"]
     assert labels(pyarrow.array(decimals, pyarrow.decimal128(38, 2))) == exact
     assert labels(pyarrow.array([72.0, 0.5])) == ["72", "0.5"]
-    with pytest.raises(UserError, match=r"rows.parquet, row 1.* a date, which may be written in several ways"):
-        labels(pyarrow.array([datetime.date(2024, 1, 5)]))
+    for value in (datetime.date(2024, 1, 5), datetime.time(9), datetime.timedelta(1), b"72"):
+        with pytest.raises(UserError, match=r"rows.parquet, row 1"):
+            labels(pyarrow.array([value]))
     label = {"target": ["Rome", "Roma"], "n": 2.0}
     assert labels(pyarrow.array([label])) == [label]
 
@@ -118,9 +119,6 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
-BEYOND_JSON = SCALARS | st.one_of(
-    st.binary(max_size=4), st.dates(), st.datetimes(), st.timedeltas(), st.times(), st.decimals(allow_nan=False)
-)
 
 
 def assert_renders_or_names_the_row(load: Load, file: str | Path, label: object, **data: Any) -> None:
@@ -131,7 +129,7 @@ def assert_renders_or_names_the_row(load: Load, file: str | Path, label: object,
         return
     for text in (prompt.text, prompt.label_text):
         text.encode()
-    if isinstance(label, int | float | decimal.Decimal) and not isinstance(label, bool):
+    if isinstance(label, int | float) and not isinstance(label, bool):
         assert type(label)(prompt.label) == label
     else:
         assert isinstance(label, bool | str | list | dict) and isinstance(prompt.label, str | list | dict)
@@ -154,20 +152,6 @@ def test_any_json_renders_or_names_the_row(
     file = write([json.dumps({"prompt": prompt, "label": label, **rest})])
     for data in ({}, {"system": "Be brief."}, PLAIN):
         assert_renders_or_names_the_row(load, file, label, **data)
-
-
-@BRIEF
-@given(
-    prompt=BEYOND_JSON | st.lists(MESSAGE, min_size=1, max_size=2),
-    label=BEYOND_JSON | st.lists(BEYOND_JSON, max_size=2) | st.dictionaries(st.sampled_from("ab"), BEYOND_JSON),
-)
-def test_any_parquet_renders_or_names_the_row(load: Load, tmp_path: Path, prompt: object, label: object) -> None:
-    file = tmp_path / "rows.parquet"
-    try:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": prompt, "label": label}]), file)
-    except Exception:
-        return  # no parquet file holds such a value
-    assert_renders_or_names_the_row(load, file, label)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -238,7 +238,7 @@ def test_planned_passes_equal_the_learner_s() -> None:
         return {name for name, seconds in plan(*overrides).pruned.phases.items() if seconds}
 
     usual = phases()
-    assert not usual & {"old log-probabilities", "reference log-probabilities", "score norms"}
+    assert not usual & {"old log-probabilities", "reference log-probabilities", "score norms", "token exchange"}
     assert phases("loss.updates_per_rollout=2") - usual == {"old log-probabilities"}
     assert phases("loss.kl_coef=0.01") - usual == {"reference log-probabilities"}
     assert phases("pruning.completions.score=head") - usual == {"score norms"}
@@ -299,10 +299,6 @@ def test_command_ends_with_1_for_an_unfitting_run(capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert "It does NOT fit." in said and "  it would with  " in said
     assert main(["plan", LARGE, "assume.respones_share=1"]) == 2
-
-
-def test_no_token_exchange_without_experts() -> None:
-    assert plan().pruned.phases["token exchange"] == 0.0
 
 
 def test_expert_parallelism_is_proposed_for_experts() -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_dppo.config import Config
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
@@ -265,15 +262,6 @@ def test_each_problem_is_judged_by_its_own_verifier(tokenizer: Tokenizer, verifi
     found = judge_script(tokenizer, verifiers, ["exact", "math", "exact"])
     assert [read_rights(found, place) for place in range(3)] == [[True, False, False, False]] * 3
     assert [group[1].text for group in found.answers[:2]] == ["#2/4", QUARTERS[0]]
-
-
-@given(st.integers(0, 5), st.lists(st.sampled_from("abc"), max_size=8))
-def test_a_vote_is_the_mean_of_draws_among_the_leaders(right: int, wrong: list[str]) -> None:
-    counts = Counter({"RIGHT": right, **Counter(wrong)})
-    most = max(counts.values())
-    leaders = [answer for answer, count in counts.items() if count == most]
-    expected = leaders.count("RIGHT") / len(leaders) if right else 0.0
-    assert vote(right, wrong) == pytest.approx(expected)
 
 
 def test_equal_answers_vote_together_and_empty_ones_never() -> None:

@@ -41,14 +41,6 @@ def test_known_tokens_take_the_replayed_experts() -> None:
     assert chosen(router) == OWN
 
 
-def test_gradients_reach_the_scores_of_replayed_experts() -> None:
-    router, scores = RouterReplay(unknown=255), SCORES.clone().requires_grad_()
-    router.enter(TARGET, None, again=False)
-    router.get_replay_topk(scores, 2, None, None, top_k)[0].sum().backward()
-    assert scores.grad is not None
-    assert scores.grad.nonzero().tolist() == [[0, 1], [0, 2], [1, 1], [1, 2], [2, 0], [2, 1], [3, 0], [3, 3]]
-
-
 def loads(rank: int, size: int, config: Config) -> dict[str, float]:
     world, learner, _ = build(config)
     metadata, groups = step_of_groups(size)

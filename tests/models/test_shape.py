@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
 
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models import shape as shapes
 from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, padded_vocab, read_shape
-from tests.policies import write_family
+from tests.policies import write_family, write_policy
 
 SHAPE = PolicyShape(
     num_layers=6,
@@ -26,7 +25,7 @@ SHAPE = PolicyShape(
     vocab_size=131,
     tied=False,
     rope_theta=5e5,
-    rms_eps=1e-5,
+    rms_eps=1e-6,
     max_positions=512,
 )
 MOE_SHAPE = replace(SHAPE, architecture="Qwen3MoeForCausalLM", ffn=32, experts=6, experts_per_token=2)
@@ -38,21 +37,10 @@ OLD_ROPE = {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": None}
 
 
 def write_config(path: Path, **changes: Any) -> Path:
-    """Write a config.json of transformers, with changes; ``...`` leaves a setting out."""
-    Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        vocab_size=131,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-    ).save_pretrained(path)
-    config = {**json.loads((path / "config.json").read_text()), **changes}
+    """Write a policy as transformers does, with changes of its config.json; ``...`` leaves a setting out."""
+    write_policy(path, layers=6, heads=8, kv_heads=4)
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    config = json.loads((path / "config.json").read_text()) | rope | changes
     (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
     return path
 

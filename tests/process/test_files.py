@@ -59,14 +59,6 @@ def test_the_earlier_writer_of_a_directory_is_undisturbed(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_the_draft_of_a_killed_process_is_emptied(tmp_path: Path) -> None:
-    (tmp_path / ".out.writing" / "half").mkdir(parents=True)
-    (tmp_path / ".out.writing" / "file").touch()
-    with replacing_directory(tmp_path / "out") as draft:
-        (draft / "new").touch()
-    assert contents(tmp_path) == {"out/new": b""}
-
-
 @pytest.mark.parametrize("former", ["out", ".out.former"])
 def test_an_error_leaves_or_restores_the_old_directory(former: str, tmp_path: Path) -> None:
     """A killed process had put the old directory aside."""
