@@ -10,6 +10,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,21 +159,16 @@ def plant_in_shards(place: Path, payload: Payload, *, kind: str) -> None:
     (place / METADATA).write_bytes(pickle.dumps(metadata))
 
 
-def plant_in_object(place: Path, payload: Payload) -> None:
-    plant_in_shards(place, payload, kind="optimizer/shard_")
-
-
-def plant_in_weight(place: Path, payload: Payload) -> None:
-    plant_in_shards(place, payload, kind="final_layernorm")
-
-
-PLANTS: tuple[tuple[Callable[[Path, Payload], None], str, bool], ...] = (
-    (plant_in_index, METADATA, True),
-    (plant_in_common, COMMON, False),
-    (plant_in_object, "optimizer/shard_", False),
-    (plant_in_weight, "final_layernorm", True),
-)
-"""Ways of a payload into a checkpoint, the word of the refusal, and whether the weights alone reach it."""
+SHARDS = "optimizer/shard_", "final_layernorm"
+"""An object, and a weight."""
+PLANTS: dict[str, Callable[[Path, Payload], None]] = {
+    METADATA: plant_in_index,
+    COMMON: plant_in_common,
+    **{kind: partial(plant_in_shards, kind=kind) for kind in SHARDS},
+}
+"""Ways of a payload into a checkpoint, by the word of the refusal."""
+OF_WEIGHTS = METADATA, "final_layernorm"
+"""Reached by the weights alone."""
 
 
 def start_from(rank: int, size: int, config: Config) -> str:
@@ -197,27 +193,22 @@ def test_no_checkpoint_is_executed(
 ) -> None:
     """By a resume, a start from the weights or a conversion, with checksums that fit."""
     mark = tmp_path / "executed"
-    runs = []
-    for plant, _, _ in PLANTS:
-        runs.append(copy_run(config, tmp_path / plant.__name__))
-        place = newest(runs[-1])
-        plant(place, Payload(mark))
+    runs = {word: copy_run(config, tmp_path / str(number)) for number, word in enumerate([*PLANTS, CHECKSUMS])}
+    places = {word: newest(ours) for word, ours in runs.items()}
+    for word, place in places.items():
+        if word in PLANTS:
+            PLANTS[word](place, Payload(mark))
         (place / CHECKSUMS).unlink()
-        Checksums(place, blocks_of_shards(place) if plant in (plant_in_object, plant_in_weight) else {}).write()
-    bare = copy_run(config, tmp_path / "bare")
-    (newest(bare) / CHECKSUMS).unlink()
-    *outcomes, (message, _) = ranks.run(1, load, [*runs, bare])[0]
-    assert CHECKSUMS in message
-    weights_reach = []
-    for (plant, word, reaches), ours, (message, weights) in zip(PLANTS, runs, outcomes, strict=True):
+        if word in PLANTS:
+            Checksums(place, blocks_of_shards(place) if word in SHARDS else {}).write()
+    for word, (message, weights) in zip(runs, ranks.run(1, load, [*runs.values()])[0], strict=True):
         assert weights is None
-        assert word in message, (plant, message)
-        if reaches:
-            weights_reach.append((word, newest(ours)))
-    starts = [replace(config, model=replace(config.model, checkpoint=str(place))) for _, place in weights_reach]
-    calls = [(start_from, replace_run(start, tmp_path / "another")) for start in starts]
-    for (word, place), [message] in zip(weights_reach, ranks.in_turn(1, *calls), strict=True):
         assert word in message
+    starts = [replace(config, model=replace(config.model, checkpoint=str(places[word]))) for word in OF_WEIGHTS]
+    calls = [(start_from, replace_run(start, tmp_path / "another")) for start in starts]
+    for word, [message] in zip(OF_WEIGHTS, ranks.in_turn(1, *calls), strict=True):
+        assert word in message
+        place = places[word]
         assert to_hf(place, tmp_path / "hf", "--hf", str(place.parent / "hf")) == 2
         assert word in printed_error(capsys)
     assert not mark.exists()
