@@ -85,5 +85,4 @@ def test_length_warnings_name_steps_lengths_and_remedy() -> None:
     fall = warned(LEVEL + LOW)[9]
     assert "fell: 5.0 tokens, mean of steps 7 to 9, against 20.0" in fall
     assert "pruning.completions.keep" in fall
-    assert "rollout.max_response_tokens" in warned(LEVEL + [60.0] * 6)[8]
     assert "pruning" not in warned(LEVEL + LOW, weight=1.0)[9]

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_dppo.estimate.memory import parameters_of
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.observe.timers import PhaseTimers, Usage, breakdown, saved_seconds
 from tests.rollout.scripted import as_ranks
@@ -78,13 +77,11 @@ def test_rate_and_waiting_follow_plan_and_timers() -> None:
         "perf/log_probs_time": 1.0,
         "perf/actor_train_time": 2.0,
     }
-    weights = parameters_of(SHAPE)
-    found = as_ranks(2, lambda world: Usage(world, SHAPE, weights.matrices, weights.head, 1e12).measure(plan, seconds))
-    assert found[0] == pytest.approx(found[1], rel=0.1)
-    used = found[0]
-    attention = 2 * SHAPE.num_layers * SHAPE.heads * SHAPE.head_dim * (128**2 + 256**2 - 100**2)
-    flops = 3 * (2 * weights.matrices * (384 - 100) + 2 * weights.head * 84 + attention)
-    assert used["perf/actor_train_tflops"] == pytest.approx(flops / 2.0 / 2 / 1e12)  # two seconds on two ranks
+    used, other = as_ranks(2, lambda world: Usage(world, SHAPE, 10**7, 10**6, 1e12).measure(plan, seconds))
+    assert used == pytest.approx(other, rel=0.1)
+    # Two seconds on two ranks for three times 5.680e9 (284 tokens), 0.168e9 (84 tokens of the head) and 8.248e9
+    # (28 layers of 16 heads of 128, squares of lengths).
+    assert used["perf/actor_train_tflops"] == pytest.approx(0.0105723, rel=1e-5)
     assert used["perf/wait_time_ratio"] == pytest.approx(1 - 3 / 8)
     assert used["perf/host_memory_gib"] > 0.05
     assert "perf/gpu_memory_gib" not in used and "perf/actor_train_peak_share" not in used

@@ -41,7 +41,7 @@ def respell(file: Path, rng: random.Random) -> None:
     file.write_text("\n".join([*lines, ""]))
 
 
-@pytest.mark.parametrize("kind", ["flipped", "respelled", "foreign"])
+@pytest.mark.parametrize("kind", ["flipped", "respelled", "foreign", "missing"])
 @pytest.mark.parametrize("name", FILES)
 def test_damaged_file_costs_no_page(tmp_path: Path, name: str, kind: str) -> None:
     run, rng = whole(tmp_path / "run"), random.Random(f"{name} {kind}")

@@ -170,14 +170,13 @@ def test_any_signature_is_called_as_by_verl_or_refused(data: st.DataObject) -> N
     """A function gets what verl's call by four keywords gives, and is refused if verl's call raises."""
     known = ["data_source", "solution_str", "ground_truth", "extra_info"]
     names = data.draw(st.permutations([*known, "other"]))[: data.draw(st.integers(0, 5))]
+    parameters = [name + data.draw(st.sampled_from(["", "='unset'"])) for name in names]
+    # Parameters with a default come last, unless they are behind a star.
     star = data.draw(st.integers(0, len(names)))
-    rest = data.draw(st.booleans())
-    parameters = []
-    for i, name in enumerate(names):
-        # Behind a star any may have a default; before it, those behind the first that has one must have it, too.
-        given_one = data.draw(st.booleans()) or (i < star and any("=" in p for p in parameters))
-        parameters += (["*"] if i == star else []) + [f"{name}='unset'" if given_one else name]
-    source = f"def f({', '.join([*parameters, *(['**rest'] if rest else [])])}): return dict(locals())"
+    parameters[:star] = sorted(parameters[:star], key=lambda parameter: "=" in parameter)
+    parameters[star:star] = ["*"] * (star < len(names))
+    parameters += data.draw(st.sampled_from([[], ["**rest"]]))
+    source = f"def f({', '.join(parameters)}): return dict(locals())"
     scope: dict[str, Any] = {}
     exec(source, scope)
     said = {"data_source": "here", "solution_str": "72", "ground_truth": ["72"], "extra_info": {"level": 2}}

@@ -223,7 +223,6 @@ def test_further_numbers_of_a_result_are_metrics(file: Path) -> None:
     metrics = {**numbers, "compute_score": 0.5, "exact": 1.0}
     summed = read_spec(f"function: {function}, weight: 2", "function: exact, weight: 3")
     assert score(summed, "7") == [Score(4.0, True, "it", (), {"solver": 7.0}, metrics)]
-    assert score(f"{file}:code_only", "7", task="code") == [Score(10.0, True, metrics={"lines": 1.5})]
     assert score(f"{file}:judge", "7") == [Score(4.0, True, metrics={"asked": 1.0})]
 
 

@@ -241,17 +241,16 @@ def test_errors_are_counted_each_and_shown_once(fresh_workers: RewardWorkers) ->
     scored = fresh_workers.score(write_items("score 1", *failing, "score 2"))
     assert read_rewards(scored) == [1.0, *[None] * len(failing), 2.0]
     assert (scored.timeouts, scored.errors) == (0, 6)
-    shown = iter(scored.tracebacks)
-    for row, words in (
-        (1, "ValueError: one"),
-        (3, "AssertionError: elsewhere"),
-        (4, "not finite: nan"),
-        (5, "SystemExit: 3"),
-        (6, "SIGSEGV"),
-    ):
-        text = next(shown)
+    expected = {
+        1: "ValueError: one",
+        3: "AssertionError: elsewhere",
+        4: "not finite: nan",
+        5: "SystemExit: 3",
+        6: "SIGSEGV",
+    }
+    for text, (row, words) in zip(scored.tracebacks, expected.items(), strict=True):
         assert words in text and text.startswith(f"reward.function = {FAILING}, for row {row}: "), text
-    assert next(shown, None) is None and "rewards_that_fail.py" in scored.tracebacks[0]
+    assert "rewards_that_fail.py" in scored.tracebacks[0]
     again = fresh_workers.score(write_items("raise three", "score nan"))
     assert (again.errors, again.tracebacks) == (2, [])
 

@@ -151,35 +151,31 @@ def test_overlong_penalty_is_trained_on_and_not_in_the_raw_reward(
 
 def test_score_norms_and_entropy_are_those_of_sampled_tokens(tokenizer: Tokenizer) -> None:
     """By the engine's probabilities. Neither given tokens nor a dropped group count."""
-    p = np.linspace(0.1, 0.95, 8)
+    p = [0.5] * 3 + [0.1] * 2 + [0.5] * 3
     script = {6: [Said("score 1", p, given=(3, 4)), Said("score 0", 0.25), Said("score 0", 1.0)], 2: BROKEN}
     result = Bench(tokenizer, script).collect()
     assert result.metadata.response_lengths.tolist() == [[8, 8, 8]]
     assert result.metadata.sampled_lengths.tolist() == [[6, 8, 8]]
-    p = np.delete(p, [3, 4])
-    norms = [np.sqrt(((1 - p) ** 2).sum()), np.sqrt(8 * 0.75**2), 0.0]
-    np.testing.assert_allclose(result.metadata.score_norms, [norms], rtol=1e-6)
-    nats = -np.log(p).sum() + 8 * math.log(4.0)
-    assert result.metrics["rollout/entropy"] == pytest.approx(nats / 22, rel=1e-6)
+    np.testing.assert_allclose(result.metadata.score_norms, np.sqrt([[6 * 0.5**2, 8 * 0.75**2, 0.0]]), rtol=1e-6)
+    bits = 6 + 8 * 2
+    assert result.metrics["rollout/entropy"] == pytest.approx(bits * math.log(2.0) / 22, rel=1e-6)
     assert result.metrics["rollout/generated_tokens"] == 22
 
 
 def test_trees_fork_in_training_alone_and_shared_tokens_count_once(tokenizer: Tokenizer) -> None:
     tree = "rollout.samples_per_prompt=8", "rollout.tree.roots=2", "rollout.tree.branches=[{at: 3}, {at: 6}]"
     settings = "loss.name=dr_grpo", *tree
-    p = np.linspace(0.1, 0.8, 8)
+    p = [0.8] * 3 + [0.5] * 3 + [0.1] * 2
     twice, once, ones = [0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1], (1.0, 1.0, 1.0)
     long = [Said("score 1", p, segments=twice, weights=w) for w in ((1.0, 1.0, 2.5), ones, ones, ones)]
     short = [Said("score 0", p, segments=once, weights=ones)] * 4
     bench = Bench(tokenizer, {6: long + short}, *settings)
     result = bench.collect()
     segments = result.metadata.segments
-    assert segments.shape == (1, 8, 3)
-    assert segments["tokens"][0].tolist() == [[3, 3, 2]] * 4 + [[3, 5, 0]] * 4
+    assert segments["tokens"].tolist() == [[[3, 3, 2]] * 4 + [[3, 5, 0]] * 4]
     assert segments["weight"][0, :2].tolist() == [[1.0, 1.0, 2.5], [1.0, 1.0, 1.0]]
-    parts = p[:3], p[3:6], p[6:]
-    np.testing.assert_allclose(segments["square"][0, 0], [((1.0 - part) ** 2).sum() for part in parts], rtol=1e-6)
-    np.testing.assert_allclose(segments["logprob"][0, 0], [np.log(part).sum() for part in parts], rtol=1e-6)
+    np.testing.assert_allclose(segments["square"][0, 0], [0.12, 0.75, 1.62], rtol=1e-6)
+    np.testing.assert_allclose(segments["logprob"][0, 0], np.log([0.8**3, 0.5**3, 0.1**2]), rtol=1e-6)
     assert result.metrics["rollout/generated_tokens"] == 8 * 8
     assert result.metrics["rollout/unique_tokens"] == (8 + 2 + 5 + 2) + (8 + 5)
     bench.collector.ask([pool_of(10)[6]], samples=4, temperature=1.0, seed=1, max_tokens=8)
