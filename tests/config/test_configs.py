@@ -42,4 +42,5 @@ def test_a_published_model_s_file_fits_and_is_nearly_fastest(file: Path) -> None
     assert apart + sum(plan.placement.servers) == plan.placement.gpus, "no GPU is idle"
     assert plan.actor.total <= (1 - SPARE) * plan.actor.room
     fastest = search(config, Assumptions(), plan.placement.gpus).fastest
-    assert fastest is not None and plan.pruned.seconds <= 1.05 * fastest.seconds, fastest
+    assert fastest is not None
+    assert fastest.seconds <= 1.0001 * plan.pruned.seconds <= 1.05 * fastest.seconds

@@ -141,10 +141,9 @@ def assert_renders_or_names_the_row(load: Load, file: str | Path, label: object,
 
 
 SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-BRIEF = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=SLOW)
 
 
-@BRIEF
+@settings(max_examples=150, suppress_health_check=SLOW)
 @given(prompt=VALUES, label=VALUES, rest=st.dictionaries(st.sampled_from(["extra_info", "data_source"]), VALUES))
 def test_any_json_renders_or_names_the_row(
     load: Load, write: Write, prompt: object, label: object, rest: dict[str, object]

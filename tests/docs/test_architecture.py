@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
-
-import pytest
 
 from tests.docs.documents import ROOT
 
@@ -24,8 +22,6 @@ def test_the_session_of_one_prompt_is_what_the_code_answers() -> None:
 
 
 def test_page_names_exactly_the_types_on_a_prompts_way() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        house = importlib.import_module("house")
-    on_the_way = {name.rpartition(".")[2] for name in house.types_on_the_way(ROOT)}
+    house = runpy.run_path(str(ROOT / "benchmarks/house.py"))
+    on_the_way = {name.rpartition(".")[2] for name in house["types_on_the_way"](ROOT)}
     assert set(re.findall(r"`(_?[A-Z][A-Za-z]*[a-z][A-Za-z]*)`", WALK)) == on_the_way

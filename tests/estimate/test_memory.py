@@ -19,6 +19,7 @@ from megatron_dppo.estimate.memory import (
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.init import write_model
 from megatron_dppo.models.actor import Microbatch, Responses, Sums
+from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.models.shape import read_shape
 from tests.policies import write_policy
 from tests.ranks import RankPool
@@ -74,10 +75,11 @@ def held(rank: int, size: int, config: Config) -> dict[str, Any]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         actor.accumulate([Microbatch(pack)] * config.layout.least_packs, loss)
     buffers = [buffer for module in actor.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
+    inner = [part.optimizer for part in optimizer_parts(actor.optimizer)]
     state = [
         value
-        for optimizer in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
-        for of_parameter in optimizer.optimizer.state.values()
+        for one in inner
+        for of_parameter in one.state.values()
         for value in of_parameter.values()
         if isinstance(value, torch.Tensor) and value.numel() > 1
     ]

@@ -153,7 +153,6 @@ def test_closest_miss_is_shown_where_no_remedy_helps() -> None:
         changed = make_plan(with_settings(made.config, change), made.assumptions)
         assert changed.actor.lack >= made.closest.lack > 0.0
     assert changed.actor.lack == made.closest.lack, "what is said of the last of them, the closest"
-    assert "Nothing that was tried helps" in "\n".join(as_text(made))
 
 
 def test_unfitting_run_has_no_times() -> None:

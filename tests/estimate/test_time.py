@@ -10,7 +10,6 @@ import pytest
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import make_plan
-from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.search import search
 from megatron_dppo.estimate.time import VARIANCES, measured_variance
 from megatron_dppo.estimate.workload import packs_of
@@ -60,7 +59,6 @@ def test_unmeasured_rules_have_no_efficiency() -> None:
         assert measured_variance(of(words)) is None
     made = plan("pruning.completions.rule=top_k")
     assert made.variance is None and made.efficiency is None
-    assert "was not measured" in "\n".join(as_text(made))
 
 
 @pytest.mark.parametrize("name", ["qwen3_32b_dppo", "qwen3_5_4b_math", "qwen3_5_27b_dppo"])

@@ -77,7 +77,7 @@ def test_smollm2_has_its_own_configuration_and_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", ["--policy other", "--servers other", "--servers", "--help"])
 def test_unknown_options_are_refused_before_an_installation(options: str, tmp_path: Path) -> None:
     command = ["bash", str(shutil.copy(SCRIPTS / "quickstart.sh", tmp_path)), *options.split()]
-    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
     assert done.returncode == 2 and done.stderr.startswith(f"error: {options}")
 
 
@@ -97,7 +97,7 @@ def test_an_installation_shows_progress_and_keeps_pip_s_output(code: int, tmp_pa
     write_program(tmp_path / "python", PYTHON)
     environ = {**os.environ, "PYTHON": str(tmp_path / "python"), "CODE": str(code)}
     command = ["bash", "-c", "source scripts/install.sh cpu"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, text=True, capture_output=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, text=True, capture_output=True)
     assert done.returncode == code
     assert "s] Collecting torch\n" in done.stderr and "s] pip has ended\n" in done.stderr
     log = (tmp_path / ".venv/install.log").read_text()
