@@ -38,10 +38,6 @@ def loaded_policy(
     return chunks, shape, world
 
 
-def consumes(world: World, to: Consumers) -> bool:
-    return to is Consumers.EVERYONE or (world.copy_rank == 0 and (to is Consumers.STAGE_LEADERS or world.pp_rank == 0))
-
-
 def stream_back(rank: int, size: int, path: Path, layout: LayoutConfig, dtype: str = "fp32") -> dict[Consumers, Names]:
     """Stream to each kind of consumers, and compare every tensor with the directory's."""
     model, _, world = loaded_policy(path, layout, dtype)
@@ -54,7 +50,8 @@ def stream_back(rank: int, size: int, path: Path, layout: LayoutConfig, dtype: s
                 assert tensor.dtype == stored[name].dtype
                 assert tensor.is_contiguous()
                 assert torch.equal(tensor, stored[name]), f"{name} has changed"
-            assert bool(bucket) == consumes(world, to)
+            leads = world.copy_rank == 0 and (to is Consumers.STAGE_LEADERS or world.pp_rank == 0)
+            assert bool(bucket) == (to is Consumers.EVERYONE or leads)
             streams[to].append(list(bucket))
     return streams
 

@@ -50,7 +50,7 @@ def cuts(data: st.DataObject, extent: int) -> list[tuple[int, int]]:
     return list(pairwise(points))
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=75)
 @given(data=st.data())
 def test_parameters_cut_anyhow_equal_the_tensors(data: st.DataObject) -> None:
     entry = data.draw(st.sampled_from(ENTRIES))

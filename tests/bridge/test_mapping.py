@@ -68,7 +68,7 @@ def entries_of(shape: PolicyShape, stage: int, stages: int) -> list[Entry]:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_shards_and_back_is_the_identity(tp: int, data: st.DataObject) -> None:
     pp = data.draw(st.integers(1, 3))

@@ -23,7 +23,7 @@ def print_script(folder: Path, *words: str) -> str:
     """Return the script of a machine without NeMo-Run and Slurm. Nothing is left in the folder."""
     environ = {**os.environ, "PATH": "/nowhere", "PYTHONPATH": str(ROOT), "HOME": str(folder)}
     command = [sys.executable, "-B", "-c", WITHOUT, "launch", *words, "--dry-run"]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
     return done.stdout
@@ -46,7 +46,7 @@ def test_slurm_s_script_requests_machines_and_keeps_words_whole(tmp_path: Path) 
 def test_this_machine_s_script_trains(tmp_path: Path) -> None:
     text = print_script(tmp_path, "model.path=no such policy", "data.train=nothing.jsonl")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash"], input=text, env=environ, cwd="/", capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash"], input=text, env=environ, cwd="/", capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: model.path = no such policy"), done.stderr
 

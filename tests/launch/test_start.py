@@ -39,8 +39,8 @@ sys.exit(code)
 """A program that launches several jobs in turn, with two ranks each."""
 
 ENDING = """
-fail_on_rank_one fail_everywhere crash_after_another_failed crash_on_rank_one exit_on_rank_one leave_on_rank_one
-killed_on_rank_one say_environment
+fail_on_rank_one fail_everywhere crash_after_another_failed crash_on_rank_one leave_on_rank_one killed_on_rank_one
+say_environment
 """
 CAUSES = {
     "killed_before_a_barrier": (1, signal.SIGKILL),
@@ -92,7 +92,6 @@ def test_a_mistake_is_printed_once_and_ends_every_rank(outcomes: dict[str, Outco
     ("job", "first", "last"),
     [
         ("crash_on_rank_one", "rank 1 of 2 crashed:\nTraceback", "ValueError: a defect\n"),
-        ("exit_on_rank_one", "rank 1 of 2 crashed:\nTraceback", "SystemExit: 0\n"),
         ("leave_on_rank_one", "rank 1 of 2 was ended by os._exit(0), called at:\n", "    os._exit(0)\n"),
     ],
 )

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
+from megatron_dppo.models.pinned import pinned_buffer
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -29,17 +29,12 @@ class Runtime:
         del self.registered[address]
 
 
-def test_no_more_is_registered_than_was_asked_for_and_only_while_it_is_used() -> None:
+def test_memory_is_registered_only_while_it_is_used() -> None:
     runtime = Runtime()
-    tensors = [torch.zeros(5, 3), torch.zeros(300, dtype=torch.bfloat16)]
-    offsets, size = offsets_of(tensors)
-    assert (offsets, size) == ([0, 512], 512 + 1024)
     with mock.patch.object(torch.cuda, "cudart", lambda: runtime):
-        buffer = pinned_buffer(size, CUDA, "optimizer.offload", "true")
-    assert list(runtime.registered.values()) == [size]
-    slots = [slot_of(buffer, offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True)]
-    assert [(slot.shape, slot.dtype) for slot in slots] == [(tensor.shape, tensor.dtype) for tensor in tensors]
-    del buffer, slots
+        buffer = pinned_buffer(1536, CUDA, "optimizer.offload", "true")
+    assert list(runtime.registered.values()) == [1536]
+    del buffer
     gc.collect()
     assert runtime.registered == {}
 
