@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,16 @@ def die(rank: int, size: int, config: Config) -> None:
     with ExitStack() as to_close, suppress(KeyboardInterrupt):
         begin_run(config, Mortal, to_close).run()
         raise AssertionError("the run ended before its death")
+
+
+def recorded(calls: list[str], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that adds its name and its whole numbers to ``calls``."""
+
+    def call(*arguments: Any) -> Any:
+        calls.append(" ".join([method.__name__, *(str(each) for each in arguments if isinstance(each, int))]))
+        return method(*arguments)
+
+    return call
 
 
 def rows(run: Path) -> Rows:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from megatron_dppo.config import Config
@@ -16,7 +16,7 @@ from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Completions, Sampling
 from megatron_dppo.rollout.local import LocalEngine
 from tests.ranks import RankPool
-from tests.small_runs import REWARD, live, rows, small_run, write_run
+from tests.small_runs import REWARD, live, recorded, rows, small_run, write_run
 
 POLICY = write_run
 
@@ -24,20 +24,11 @@ POLICY = write_run
 def record_calls(rank: int, size: int, config: Config) -> tuple[str, str, str]:
     """Return the calls of a run to its engine, the run's output, and the setting of its failure."""
     calls: list[str] = []
-
-    def record(name: str) -> Callable[..., Any]:
-        method = getattr(LocalEngine, name)
-
-        def recorded(engine: LocalEngine, *arguments: Any) -> Any:
-            calls.append(f"update {arguments[1]}" if name == "update_weights" else name)
-            return method(engine, *arguments)
-
-        return recorded
+    engine, note = LocalEngine, partial(recorded, calls)
 
     class Recorded(LocalEngine):
-        begin, pause, resume, update_weights, close = map(
-            record, ("begin", "pause", "resume", "update_weights", "close")
-        )
+        begin, pause, resume = note(engine.begin), note(engine.pause), note(engine.resume)
+        update_weights, close = note(engine.update_weights), note(engine.close)
 
         def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
             return {"local": super().begin(prompts, sampling).result()}
@@ -45,23 +36,18 @@ def record_calls(rank: int, size: int, config: Config) -> tuple[str, str, str]:
         def take_events(self) -> tuple[dict[str, float], tuple[str, ...]]:
             return {"rollout/lost_servers": float(calls.count("begin"))}, ("a server was taken out",)
 
-    release = Actor.release_memory
-
-    def record_release(actor: Actor) -> None:
-        calls.append("room")
-        release(actor)
-
     output, failure = io.StringIO(), ""
     with (
         mock.patch("megatron_dppo.trainer.assemble.LocalEngine", Recorded),
-        mock.patch.object(Actor, "release_memory", record_release),
+        mock.patch.object(Actor, "release_memory", note(Actor.release_memory)),
         contextlib.redirect_stdout(output),
     ):
         try:
             live(rank, size, config)
         except UserError as error:
             failure = error.setting
-    return " ".join(calls), output.getvalue(), failure
+    order = " ".join(calls).replace("release_memory", "room").replace("update_weights", "update")
+    return order, output.getvalue(), failure
 
 
 CALLS = {
@@ -70,7 +56,7 @@ CALLS = {
     ("equal", "false"): "begin begin",
     ("equal", "true"): "begin pause pause room update 0 room resume begin pause pause room update 0 room resume",
 }
-"""Calls of two steps, by the reward and by ``rollout.colocated``."""
+"""Calls of two steps, by the reward and by ``rollout.colocated``. The trainer makes room for weights."""
 
 
 def test_engine_is_paused_told_and_closed(policy: Path, ranks: RankPool, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megatron_dppo.rl.types import StepPlan
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.train import Trainer
 from tests.ranks import RankPool
-from tests.small_runs import SAVED, Mortal, begin_run, die, live, rows, small_run, write_run
+from tests.small_runs import SAVED, Mortal, begin_run, die, live, recorded, rows, small_run, write_run
 
 POLICY = write_run
 
@@ -81,22 +81,12 @@ def test_no_prompt_is_lost_however_far_ahead_a_run_resumes(policy: Path, ranks: 
 def record_order(rank: int, size: int, config: Config) -> str:
     """Return the parts of a run's steps, and the calls of its collector, in their order."""
     order: list[str] = []
-
-    def record(owner: Any, name: str) -> None:
-        method = getattr(owner, name)
-
-        def recorded(*arguments: Any) -> Any:
-            order.append(" ".join([name, *(str(each) for each in arguments if isinstance(each, int))]))
-            return method(*arguments)
-
-        setattr(owner, name, recorded)
-
     with ExitStack() as to_close:
         trainer = begin_run(config, Trainer, to_close)
         for name in ("select", "plan", "train", "sync"):
-            record(trainer, name)
+            setattr(trainer, name, recorded(order, getattr(trainer, name)))
         for name in ("request", "finish"):
-            record(trainer.collector, name)
+            setattr(trainer.collector, name, recorded(order, getattr(trainer.collector, name)))
         trainer.run()
     return " ".join(order)
 
