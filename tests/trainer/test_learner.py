@@ -25,6 +25,7 @@ from megatron_dppo.trainer.agreement import check_disagreement
 from megatron_dppo.trainer.learner import importance_cap
 from tests.laws.test_split_invariance import LAYOUTS, ONE
 from tests.ranks import RankPool
+from tests.rollout.local import plain_logprobs
 from tests.rollout.scripted import world_of
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, step_of_sequences, weights_of
 
@@ -238,19 +239,16 @@ def measure(rank: int, size: int, config: Config, sequences: bool = False) -> np
     return learner.measure_score_norms(metadata, plan, held_by(rank, metadata, groups)).score_norms
 
 
-@torch.no_grad()
 def expect_score_norms(path: Path) -> np.ndarray:
     """Return √Σ_t ‖e_t - p_t‖² from transformers' logits; groups of equal rewards keep the engine's figure."""
-    model = AutoModelForCausalLM.from_pretrained(path).double()
+    model = AutoModelForCausalLM.from_pretrained(path)
     metadata, groups = step_of_groups(1)
     score_norms = metadata.score_norms.copy()
     for q, group in enumerate(groups):
         for i, completion in enumerate(group.completions if np.ptp(group.rewards) else ()):
-            tokens = torch.from_numpy(np.concatenate([group.prompt.token_ids, completion.token_ids])).long()
-            start = len(group.prompt.token_ids)
-            logits = model(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE
-            residue = torch.nn.functional.one_hot(tokens[start:], logits.shape[1]) - logits.softmax(dim=-1)
-            score_norms[q, i] = residue[torch.from_numpy(completion.loss_mask)].norm()
+            shares = plain_logprobs(model, group.prompt, completion, TEMPERATURE).exp().numpy()
+            residue = np.eye(shares.shape[1])[completion.token_ids] - shares
+            score_norms[q, i] = np.linalg.norm(residue[completion.loss_mask])
     return score_norms
 
 

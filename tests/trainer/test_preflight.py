@@ -10,12 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, Checksums, iteration_name
-from megatron_dppo.bridge.mapping import expected_tensors, parameters
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
@@ -25,22 +23,6 @@ from megatron_dppo.trainer.writer import STATE, Writer, read_state, write_state
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.commands import Command
 from tests.small_runs import small_words, write_run
-
-
-def write_shapes(folder: Path) -> None:
-    """Write a Qwen3 directory whose every tensor has the right name and shape."""
-    described = {
-        "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32, "vocab_size": 64,
-        "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "max_position_embeddings": 128,
-    }  # fmt: skip
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(described))
-    sizes = expected_tensors(read_shape(folder))
-    save_file({name: np.zeros(size, np.float32) for name, size in sizes.items()}, folder / "model.safetensors")
-
-
-POLICY = write_shapes
 
 
 def config_of(policy: Path, tmp_path: Path, *overrides: str) -> Config:
@@ -71,7 +53,7 @@ def test_fitting_configuration_passes_and_writes_nothing(policy: Path, tmp_path:
         ("loss.replay_routing", ("loss.replay_routing=rollout",)),
         ("model.checkpoint", ("model.checkpoint=/nowhere/checkpoints",)),
         ("rollout.prompts_per_step", ("rollout.prompts_per_step=600",)),
-        ("rollout.max_response_tokens", ("rollout.max_response_tokens=120", "pack.max_tokens=500")),
+        ("rollout.max_response_tokens", ("rollout.max_response_tokens=500", "pack.max_tokens=600")),
         ("layout.pp", ("layout.pp=3",)),
         ("data.train", ("data.train=nowhere.jsonl",)),
         ("reward.function", ("reward.function=maths",)),
@@ -238,15 +220,15 @@ def test_adapters_unknown_to_peft_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["train", "sft", "eval", "probe-tree", "probe-batch"])
 def test_tokens_outside_the_embedding_are_refused(command: str, policy: Path, tmp_path: Path) -> None:
     benchmarks = "eval.benchmarks=arithmetic"
-    stops = refuse(config_of(policy, tmp_path, "rollout.stop_token_ids=[3, 64]", benchmarks), command)
+    stops = refuse(config_of(policy, tmp_path, "rollout.stop_token_ids=[3, 131]", benchmarks), command)
     assert stops.setting == "rollout.stop_token_ids"
-    assert "token id 64, and the embedding has 64 rows" in stops.problem
+    assert "token id 131, and the embedding has 131 rows" in stops.problem
     other = shutil.copytree(policy, tmp_path / "other")
-    added = [{"content": "<last>", "id": 70}]
-    (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 63}}, "added_tokens": added}))
+    added = [{"content": "<last>", "id": 140}]
+    (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 130}}, "added_tokens": added}))
     refused = refuse(config_of(other, tmp_path, benchmarks), command)
     assert refused.setting == "model.path"
-    assert "tokenizer.json has the token id 70" in refused.problem
+    assert "tokenizer.json has the token id 140" in refused.problem
 
 
 def limit_files(count: int) -> None:
