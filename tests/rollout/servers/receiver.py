@@ -29,9 +29,7 @@ def serve(pipe: Connection) -> None:
                 pipe.send(None)
             else:
                 flat = torch.empty(order, dtype=torch.uint8, device=device)
-                options = dist.BroadcastOptions()
-                options.rootRank = 0
-                group.broadcast([flat], options).wait()
+                group.broadcast(flat, 0).wait()
                 pipe.send(flat.cpu().numpy().tobytes())
         except RuntimeError as error:
             pipe.send(error)

@@ -23,7 +23,7 @@ from megatron_dppo.rollout.servers.client import (
 )
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
-from megatron_dppo.rollout.servers.vllm import EXTENSION, GIVEN_BY, LOAD_ADAPTER, LOCK, PLUGIN, VllmClient
+from megatron_dppo.rollout.servers.vllm import EXTENSION, GIVEN_BY, LOAD_ADAPTER, VllmClient
 
 REQUEST = GenerateRequest([3, 4], samples=1, max_tokens=8, temperature=1.0, stop_token_ids=(5, 6), seed=7)
 ROUTED = replace(REQUEST, routing=RoutingShape(layers=3, per_token=2, experts=6))
@@ -224,6 +224,15 @@ def test_deterministic_sglang_samples_have_distinct_seeds(http: Http) -> None:
     assert not any("n" in sampling for sampling in client.sampling)
 
 
+@pytest.mark.parametrize(("device", "seed"), [("cuda", 2**62 - 1), ("cpu", None)])
+def test_vllm_has_seeds_on_gpus_alone(vllm: Vllm, device: str, seed: int | None) -> None:
+    """On a CPU, a seed ends vLLM's engine as soon as a prompt is computed in parts."""
+    vllm.settings["device_config"]["device"] = device
+    vllm.http.run(vllm.info())
+    generate(vllm, replace(REQUEST, seed=2**64 - 1))
+    assert vllm.sampling.get("seed") == seed
+
+
 def test_sglang_stages_multiply_its_ranks(http: Http) -> None:
     client = Sglang(http)
     client.settings["pp_size"] = 2
@@ -262,9 +271,3 @@ def test_vllm_checksums_leave_out_prepacked_weights(vllm: Vllm) -> None:
     rank = "dp0:pp0:pcp0:tp1"
     vllm.answers["/weight_checker"] = {"checksums": {f"{rank}:model.norm.weight": norm, f"{rank}:a.weight": nothing}}
     assert vllm.http.run(vllm.checksums()) == {f"model.norm.weight@{rank}": norm}
-
-
-def test_classes_named_to_vllm_exist() -> None:
-    for name in (EXTENSION, LOCK):
-        module, _, kind = name.rpartition(".")
-        assert f"class {kind}" in (PLUGIN / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")

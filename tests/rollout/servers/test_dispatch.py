@@ -272,21 +272,6 @@ def test_forks_go_to_the_server_with_their_tokens(http: Http) -> None:
         assert len(roots) == 3 and {request.token_ids[0] for request in server.requests} == roots
 
 
-def test_a_path_ended_before_its_fork_fills_its_leaves(http: Http) -> None:
-    numbers = Numbers()
-
-    def end_early(server, request):
-        if len(request.token_ids) > 2:
-            return numbers(server, request)
-        return [numbers.result(2, reason="stop"), numbers.result(5, reason="stop")]
-
-    server = Script(http, end_early)
-    (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
-    assert [forks_of(leaf) for leaf in group] == [(2, 2)] * 6 + [(2, 5)] * 6
-    assert all(leaf is group[0] for leaf in group[:6]) and group[7] is group[6]
-    assert len({id(leaf) for leaf in group[6:]}) == 5 and len(server.requests) == 4
-
-
 def test_a_death_between_levels_repeats_no_root(http: Http) -> None:
     numbers = Numbers()
 

@@ -22,7 +22,7 @@ from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 from tests.policies import write_policy
 from tests.ranks import RankPool
-from tests.rollout.servers.script import answering
+from tests.rollout.servers.script import answering, happens
 from tests.servers import on_ranks
 
 POLICY = partial(write_policy, layers=1)
@@ -113,6 +113,19 @@ def test_a_silent_server_is_named_before_its_removal(http: Http, monkeypatch: py
         (named,) = said
         assert client.url.removeprefix("http://") in named and "is silent" in named
         assert http.run(serving.check(0.5)) == {client.url: "did not answer /health_generate within 0.5 s"}
+
+
+def test_a_lost_given_server_comes_back(http: Http, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "ASK_AGAIN_S", 0.05)
+    said: list[str] = []
+    with silent_server() as url:
+        client = SglangClient(url, http)
+        serving = pool_of(http, say=said.append)
+        serving._serving[Server.of(client, None)] = client
+        assert serving.lose({url: "broke off"}) == ()
+        assert happens(lambda: [server.life for server in serving.welcome()] == [1])
+    name = url.removeprefix("http://")
+    assert said == [f"server {name} is taken out: it broke off", f"server {name} is back"]
 
 
 @contextmanager

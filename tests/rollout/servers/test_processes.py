@@ -132,23 +132,15 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("victim", ["trainer", "supervisor"])
-def test_a_server_outlives_neither_trainer_nor_supervisor(tmp_path: Path, victim: str) -> None:
+def test_no_process_of_a_server_outlives_the_trainer(tmp_path: Path) -> None:
     words = [sys.executable, "-c", TRAINER, *settings_of(tmp_path)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
-        try:
-            assert trainer.stdout is not None
-            supervisor = psutil.Process(int(trainer.stdout.readline()))
-            assert happens(lambda: len(supervisor.children(recursive=True)) == 3)
-            server, *others = [child.pid for child in supervisor.children(recursive=True)]
-            os.kill(trainer.pid if victim == "trainer" else supervisor.pid, signal.SIGKILL)
-            # A server's children are their own masters once both supervisor and server are killed.
-            assert end([supervisor.pid, server, *others] if victim == "trainer" else [server])
-        finally:
-            for pid in others:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            trainer.kill()
+        assert trainer.stdout is not None
+        supervisor = psutil.Process(int(trainer.stdout.readline()))
+        happens(lambda: len(supervisor.children(recursive=True)) == 3)
+        family = [supervisor, *supervisor.children(recursive=True)]
+        trainer.kill()
+    assert len(family) == 4 and end([each.pid for each in family])
 
 
 def test_a_taken_port_is_skipped_and_no_port_is_shared(start: Start) -> None:

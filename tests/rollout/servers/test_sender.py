@@ -232,11 +232,6 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_a_whole_group_is_left_and_not_aborted(servers: list[Process], ends: list[str]) -> None:
-    check_receives(servers)
-    assert sorted(ends) == ["destroy", "leave", "leave"]
-
-
 def test_a_bucket_on_its_way_is_aborted_before_servers_leave(servers: list[Process], ends: list[str]) -> None:
     sender = sender_of(servers, "on its way")
     os.kill(servers[0].process.pid, signal.SIGSTOP)
@@ -256,7 +251,7 @@ def test_servers_may_wait_for_the_sender_to_leave(
         ends.append("leave")
 
     monkeypatch.setattr(Process, "leave", leave)
-    sender_of(servers, "together").close()
+    check_receives(servers)
     assert ends == ["destroy", "leave", "leave"]
 
 
