@@ -7,6 +7,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,12 @@ def _run(folder: Path, steps: range, *, resume_step: int) -> None:
     for step in steps:
         log.write(step, {"train/loss": math.sqrt(step) / 3, "rollout/raw_reward": 0.1 * step, "eval/accuracy": 1})
     log.close()
+
+
+def shown(summary: dict[str, Any], folder: Path | str = "nowhere") -> str:
+    said = io.StringIO()
+    print_summary(folder, summary, Console(4, file=said))
+    return said.getvalue()
 
 
 def test_floats_keep_their_bits(tmp_path: Path) -> None:
@@ -90,10 +97,8 @@ def test_steps_without_kept_samples_are_counted_and_shown() -> None:
     assert (summary["no_op_steps"], summary["reward_timeouts"]) == (1, 2)
     assert summary["kept_token_fraction"] == pytest.approx((0.5 + 0.0 + 0.5 + 0.4) / 4)
     assert summary["pack_fill"] == pytest.approx(0.98)  # no pack, no fill
-    said = io.StringIO()
-    print_summary("nowhere", summary, Console(4, file=said))
-    assert "1 step kept nothing" in said.getvalue()
-    assert "2 timeouts" in said.getvalue()
+    text = shown(summary)
+    assert "1 step kept nothing" in text and "2 timeouts" in text
 
 
 def test_summary_shows_savings_and_files(tmp_path: Path) -> None:
@@ -104,9 +109,7 @@ def test_summary_shows_savings_and_files(tmp_path: Path) -> None:
     (tmp_path / "progress.png").touch()
     summary = write_summary(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    said = io.StringIO()
-    print_summary(tmp_path, summary, Console(4, file=said))
-    text = said.getvalue()
+    text = shown(summary, tmp_path)
     assert "25.0% before, 75.0% after (+50.0 points)" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "4 steps of 2.00 s; 17 s with evaluations" in lines
@@ -127,8 +130,6 @@ def test_summary_of_a_biased_rule_shows_no_variance() -> None:
     rows[1]["prune/discarded_groups"] = 12.0
     summary = summarise(rows)
     assert summary["variance_inflation"] is summary["noise_share_prompts"] is None
-    said = io.StringIO()
-    print_summary("nowhere", summary, Console(4, file=said))
-    assert "no variance is estimated" in said.getvalue()
-    assert "sampling" not in said.getvalue()
-    assert "12 groups were rolled out and discarded" in said.getvalue()
+    text = shown(summary)
+    assert "no variance is estimated" in text and "sampling" not in text
+    assert "12 groups were rolled out and discarded" in text

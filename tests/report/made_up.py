@@ -12,6 +12,7 @@ from megatron_dppo.config.loss import CompletionPruningConfig, PromptPruningConf
 from megatron_dppo.settings import as_yaml
 from tests.observe.made_up import made_up_census, made_up_rows
 
+PRUNED = PruningConfig()
 UNPRUNED = PruningConfig(
     prompts=PromptPruningConfig(rule="none"), completions=CompletionPruningConfig(rule="none", keep=0.4)
 )
@@ -21,19 +22,15 @@ def write_run(
     folder: Path,
     steps: int = 6,
     *,
-    of: int | None = None,
-    pruning: PruningConfig | None = None,
+    pruning: PruningConfig = PRUNED,
     answers: Sequence[Mapping[str, Any]] | None = None,
     held: Mapping[str, float] | None = None,
     problems: Mapping[str, int] | None = None,
 ) -> Path:
-    """A run of sums that took ``steps`` steps ``of`` so many; ``answers`` are those of one evaluation, ``held`` goes
-    into every row."""
+    """A run of sums; ``answers`` are those of one evaluation, ``held`` goes into every row."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = Config(run=RunConfig(dir=str(folder), steps=of or steps), eval=EvalConfig(problems=50))
-    if pruning:
-        config = Config(run=config.run, eval=config.eval, pruning=pruning)
-    (folder / "config.yaml").write_text(as_yaml(config))
+    run = RunConfig(dir=str(folder), steps=steps)
+    (folder / "config.yaml").write_text(as_yaml(Config(run=run, eval=EvalConfig(problems=50), pruning=pruning)))
     write_lines(folder / "metrics.jsonl", [row | dict(held or {}) for row in made_up_rows(steps)])
     write_lines(folder / "pruning.jsonl", made_up_census(steps))
     shown = answers or [{"prompt": "2+2=", "answer": "#5", "label": "4", "correct": False}]

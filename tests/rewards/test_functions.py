@@ -264,6 +264,6 @@ def test_example_reward_prefers_closer_answers() -> None:
     assert to_score(score(ScoreItem("", "so\n#### 1,072.0", label))) == (1.0, True)
     answers = ["1072.001", "1071", "1000", "500", "0", "-9", "99999999"]
     values = [to_score(score(ScoreItem("", f"#### {answer}", label)))[0] for answer in answers]
-    assert values == sorted(values, reverse=True) and len(set(values)) == len(values)
+    assert values == sorted({*values}, reverse=True)
     assert values[-1] > 0.1 and values[0] <= 0.5
     assert to_score(score(ScoreItem("", "it is 1072", label))) == (0.0, False)

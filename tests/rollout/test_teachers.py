@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +34,7 @@ from tests.rollout.scripted import (
     said,
     world_of,
 )
+from tests.waiting import wait_until
 
 Kind = Literal["sglang", "vllm"]
 
@@ -45,9 +45,9 @@ class Teaching(ThreadingHTTPServer):
     def __init__(self, kind: Kind, policy: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.kind, self.folder, self.tokenizer = kind, str(policy), load_tokenizer(policy)
-        self.most, self.asked, self.deaths, self.shift = 1024, 0, 0, 0
-        self.refusals: list[int] = []
-        """Statuses of the next answers, which say that there is no room."""
+        self.most, self.asked, self.shift = 1024, 0, 0
+        self.failures: list[int] = []
+        """Statuses of the next answers to questions, the last one first; 0 breaks off."""
 
     @property
     def url(self) -> str:
@@ -76,9 +76,9 @@ class Teaching(ThreadingHTTPServer):
             told = [[p, t, None] for p, t in zip(self.logprobs(tokens), named, strict=True)][start:]
             return {"meta_info": {"input_token_logprobs": [[None, *told[0][1:]], *told[1:]]}}
         assert path == "/v1/completions" and (body["model"], body["max_tokens"]) == (self.folder, 1)
-        pairs = zip(self.logprobs(body["prompt"]), body["prompt"], strict=True)
+        _, *pairs = zip(self.logprobs(body["prompt"]), body["prompt"], strict=True)
         told = [{str(t + self.shift): {"logprob": p, "rank": 1}} for p, t in pairs]
-        return {"choices": [{"prompt_logprobs": [None, *told[1:]]}]}
+        return {"choices": [{"prompt_logprobs": [None, *told]}]}
 
 
 class Answer(BaseHTTPRequestHandler):
@@ -89,13 +89,13 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
-        if self.path in ("/generate", "/v1/completions") and self.server.deaths:
-            self.server.deaths -= 1
+        fails = self.path in ("/generate", "/v1/completions") and bool(self.server.failures)
+        status = self.server.failures.pop() if fails else 200
+        if status == 0:
             self.connection.close()
             return
-        busy = self.path in ("/generate", "/v1/completions") and bool(self.server.refusals)
-        content = json.dumps({} if busy else self.server.answer(self.path, body)).encode()
-        self.send_response(self.server.refusals.pop() if busy else 200)
+        content = json.dumps({} if fails else self.server.answer(self.path, body)).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -127,21 +127,26 @@ def config_of(url: str, *settings: str, teachers: str = "") -> Config:
 
 
 def groups_of(sources: str) -> tuple[list[Prompt], list[tuple[Completion, ...]]]:
-    """Return a prompt of each source, with a response of the last token of the vocabulary and one of seven tokens."""
+    """Return a prompt of each source, with a response of the last token of the vocabulary and one of seven tokens,
+    which are two sequences for the first prompt."""
     rng = np.random.default_rng(0)
     prompts, groups = [], []
     for number, source in enumerate(sources):
         ids = rng.integers(4, 40, 3 + number).astype(np.int32)
         prompts.append(Prompt(number, ids, "", "", data_source=source))
         responses = np.array([47], np.int32), rng.integers(4, 40, 7).astype(np.int32)
-        groups.append(tuple(map(completion_of, responses)))
+        last, longer = map(completion_of, responses)
+        groups.append((last, dataclasses.replace(longer, starts=(3,) * (number == 0))))
     return prompts, groups
 
 
 def assert_taught(server: Teaching, prompt: Prompt, completion: Completion) -> None:
-    whole = server.logprobs([*prompt.token_ids.tolist(), *completion.token_ids.tolist()])
-    expected = np.array(whole[len(prompt.token_ids) :], np.float32)
-    np.testing.assert_allclose(completion.teacher_logprobs, expected, atol=1e-6)
+    """Each sequence is read by itself; the first token of a further one was not sampled."""
+    tokens, (end, *_) = completion.token_ids.tolist(), (*completion.starts, None)
+    expected = server.logprobs([*prompt.token_ids.tolist(), *tokens[:end]])[len(prompt.token_ids) :]
+    if end:
+        expected += [0.0, *server.logprobs(tokens[end:])[1:]]
+    np.testing.assert_allclose(completion.teacher_logprobs, np.array(expected, np.float32), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
@@ -151,30 +156,17 @@ def test_servers_read_their_completions_at_once(kind: Kind, policy: Path, monkey
     monkeypatch.setattr("megatron_dppo.rollout.servers.http.AGAIN_S", 0.05)
     prompts, groups = groups_of("aba")
     with teaching(kind, policy) as server, opened(config_of(server.url, teachers="a: URL, b: null"), policy) as servers:
-        server.refusals, server.deaths = [429, 503], 1
+        server.failures = [429, 503, 0]
         reading = TeacherQuery(servers, prompts)
         reading.look([(2, groups[2])])
-        until = time.monotonic() + 20.0
-        while server.asked < 2 and time.monotonic() < until:  # and finish() has not been called
-            time.sleep(0.01)
-        assert (server.asked, server.refusals, server.deaths) == (2, [], 0)
+        wait_until(lambda: server.asked == 2, 20.0)  # and finish() has not been called
+        assert server.failures == []
         read = reading.finish(groups, world_of(1, 0))
-        assert server.asked == 4
+        assert server.asked == 5
         assert read[1] == groups[1], "nobody teaches source b"
         for place in (0, 2):
             for completion in read[place]:
                 assert_taught(server, prompts[place], completion)
-
-
-def test_each_sequence_is_read_by_itself(policy: Path) -> None:
-    prompts, groups = groups_of("a")
-    given = dataclasses.replace(groups[0][1], starts=(3,))
-    with teaching("sglang", policy) as server, opened(config_of(server.url), policy) as servers:
-        [[read]] = TeacherQuery(servers, prompts).finish([(given,)], world_of(1, 0))
-        first = server.logprobs([*prompts[0].token_ids.tolist(), *given.token_ids[:3].tolist()])
-        second = server.logprobs(given.token_ids[3:].tolist())
-    expected = np.array([*first[len(prompts[0].token_ids) :], 0.0, *second[1:]], np.float32)
-    np.testing.assert_allclose(read.teacher_logprobs, expected, atol=1e-6)
 
 
 def test_rollouts_have_the_log_ratios_of_their_teacher(policy: Path) -> None:
@@ -204,14 +196,8 @@ def test_rollouts_have_the_log_ratios_of_their_teacher(policy: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
-@pytest.mark.parametrize(
-    ("last", "shift", "words"),
-    [
-        (0.7, 0, "above 0, null or not finite"),
-        (-1.0, 1, "other tokens"),
-    ],
-)
-def test_unusable_answers_stop_the_run(kind: Kind, last: float | None, shift: int, words: str, policy: Path) -> None:
+@pytest.mark.parametrize(("last", "shift", "words"), [(0.7, 0, "above 0"), (-1.0, 1, "other tokens")])
+def test_unusable_answers_stop_the_run(kind: Kind, last: float, shift: int, words: str, policy: Path) -> None:
     prompts, groups = groups_of("a")
     with teaching(kind, policy) as server, opened(config_of(server.url), policy) as servers:
         right, server.shift = server.logprobs, shift

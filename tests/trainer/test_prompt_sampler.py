@@ -73,6 +73,18 @@ def test_selection_depends_on_earlier_rewards_alone(rule: str) -> None:
     assert set(one.select(2).inclusion) != set(other.select(2).inclusion)
 
 
+def test_predictor_of_the_settings_predicts() -> None:
+    """Odd prompts are mixed: the record tells each from the others, and the model pools all."""
+    mixed_ones = np.tile([1.0, 0.0], (WINDOW, SAMPLES // 2))
+    rewards = np.where(np.arange(WINDOW)[:, None] % 2, mixed_ones, 1.0)
+    chances = set()
+    for predictor in ("record", "model"):
+        sampler = make_sampler(f"pruning.prompts.predictor={predictor}")
+        sampler.remember(metadata_of(np.arange(WINDOW), rewards))
+        chances.add(tuple(sampler.select(1).inclusion))
+    assert len(chances) == 2
+
+
 def test_paper_rule_scores_normalised_advantages() -> None:
     """Of groups one in eight and four in eight right, |A| is 0.66 and 1, whatever the scale of the rewards."""
     sampler = make_sampler("pruning.prompts.rule=threshold", "pruning.prompts.keep=0.3")
