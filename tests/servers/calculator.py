@@ -1,5 +1,7 @@
 """The policy speaks, a tool answers, the policy goes on: as a conversation, and as slime's users write it."""
 
+from functools import partial
+
 from slime.rollout.sglang_rollout import GenerateState
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
@@ -17,56 +19,25 @@ async def rollout(client, prompt):
     return [first, told, second]
 
 
-async def rollout_in_roles(client, prompt):
-    first, told, second = await rollout(client, prompt)
-    return [("asker", first), told, ("answerer", second)]
-
-
-async def rollout_in_sequences(client, prompt):
-    """An agent that goes on from what it has said last, and has forgotten the question."""
-    first, told, second = await rollout(client, prompt)
-    context = [*told, *second.token_ids][-4:]
-    return [[first, told, second], [context, await client.generate(context, max_tokens=FIRST_TURN)]]
-
-
-def reward_of_roles(data_source, solution_str, ground_truth, extra_info=None):
-    """The asker's is that of the one who answers, and the answerer's is for a short answer."""
-    of_answer = float(len(solution_str) % 2)
-    return {"score": of_answer, "roles": {"answerer": -len(solution_str) / 10}}
-
-
 async def generate(args, sample: Sample, sampling_params) -> Sample:
     assert not args.partial_rollout, "partial rollout is not supported by this function"
-    state = GenerateState(args)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
-    response_ids, loss_mask, log_probs = [], [], []
+    encode = partial(GenerateState(args).tokenizer.encode, add_special_tokens=False)
+    sample.tokens = encode(sample.prompt)
     budget = sampling_params["max_new_tokens"]
-    for turn in range(2):
-        left = min(FIRST_TURN, budget) if turn == 0 else budget - len(response_ids)
+    for limit in (FIRST_TURN, budget):
+        if sample.response_length:
+            sample.append_response_tokens(args, tokens=encode(TOOL), trainable=False)
+        left = min(limit, budget - sample.response_length)
         payload = {
-            "input_ids": prompt_ids + response_ids,
+            "input_ids": sample.tokens,
             "sampling_params": {**sampling_params, "max_new_tokens": left},
             "return_logprob": True,
         }
-        output = await post(url, payload)
-        if output["meta_info"]["finish_reason"]["type"] == "abort":
-            sample.status = Sample.Status.ABORTED
-            return sample
-        made = output["meta_info"]["output_token_logprobs"]
-        response_ids += [item[1] for item in made]
-        log_probs += [item[0] for item in made]
-        loss_mask += [1] * len(made)
-        if turn == 0:
-            tool_ids = state.tokenizer(TOOL, add_special_tokens=False)["input_ids"]
-            response_ids += tool_ids
-            log_probs += [0.0] * len(tool_ids)
-            loss_mask += [0] * len(tool_ids)
-    sample.tokens = prompt_ids + response_ids
-    sample.response_length = len(response_ids)
-    sample.response = state.tokenizer.decode(response_ids)
-    sample.loss_mask = loss_mask
-    sample.rollout_log_probs = log_probs
-    reason = output["meta_info"]["finish_reason"]["type"]
-    sample.status = Sample.Status.TRUNCATED if reason == "length" else Sample.Status.COMPLETED
+        meta = (await post(url, payload))["meta_info"]
+        made = meta["output_token_logprobs"]
+        tokens, log_probs = [item[1] for item in made], [item[0] for item in made]
+        sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta)
+        if sample.status == Sample.Status.ABORTED:
+            break
     return sample

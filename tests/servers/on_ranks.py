@@ -6,10 +6,9 @@ import os
 import signal
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -44,17 +43,12 @@ class Round:
     """Prompt ids, of all ranks."""
     samples: list[int]
     """Completions of each."""
-    repeated: int
-    """Completions of more than a few tokens that are there twice."""
     versions: set[int]
     servers: int
     """That served at its end."""
-    words: list[str]
     metrics: dict[str, float]
     difference: float = float("nan")
     """Greatest |log p| difference of the actor and any server."""
-    requests: Counter[str] = field(default_factory=Counter)
-    """Prompts that each SGLang server was asked, by URL, where they were counted."""
 
 
 class Rig:
@@ -118,16 +112,11 @@ class Rig:
         parts = self.world.gather(list(zip([prompt.id for prompt in prompts], groups, strict=True)))
         found = dict(sorted(pair for part in parts for pair in part))
         completions = [completion for group in found.values() for completion in group]
-        assert all(len(c.token_ids) == len(c.logprobs) == sum(s.count for s in c.versions) for c in completions)
-        long = [tuple(c.logprobs.tolist()) for c in completions if len(c.logprobs) > 8]
-        words, self.words = self.words, []
         return Round(
             answered=list(found),
             samples=[len(group) for group in found.values()],
-            repeated=len(long) - len(set(long)),
             versions={span.version for c in completions for span in c.versions},
             servers=len(self.engine.servers),
-            words=words,
             metrics=self.engine.take_events()[0],
         )
 
@@ -229,36 +218,6 @@ def stop_with(rank: int, size: int, settings: Sequence[str], secret: str) -> str
     return ""
 
 
-def restarted(rank: int, size: int, settings: Sequence[str], secret: str, version: str) -> list[Round]:
-    """Rename a server's weights behind the run's back, as a restart would."""
-
-    async def rename() -> None:
-        names = {"new_version": version, "abort_all_requests": False}
-        await rig.engine._serving()[0].post("/update_weight_version", names)
-
-    with Rig(settings, secret) as rig:
-        rig.sync(0)
-        before = rig.roll_out()
-        rig.world.from_leader(lambda: rig.engine._http.run(rename()))
-        meanwhile = rig.roll_out()
-        rig.wait_for_servers(2, 1)
-        return [before, meanwhile, rig.roll_out()]
-
-
-def updated(rank: int, size: int, settings: Sequence[str], secret: str) -> Round:
-    """Count the requests to each SGLang server in a round after an update."""
-    with Rig(settings, secret) as rig, heard("generate") as calls:
-        rig.sync(0)
-        rig.change()
-        rig.sync(1)
-        calls.clear()
-        found = rig.roll_out()
-        counts = Counter({url: len(names) for url, names in calls.items()})
-        found.requests = sum(rig.world.gather(counts), Counter())
-        found.difference = rig.difference(1)
-        return found
-
-
 def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round], list[list[list[str]]]]:
     """Take three steps with servers that give their memory back between them. One is killed in the second.
 
@@ -266,8 +225,19 @@ def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round
         On rank 0: the rounds, and each server's requests over its memory and weights before each.
     """
     names = ("release_memory", "regain_weights", "begin_update", "end_update", "regain_cache", "resume")
+    calls = defaultdict[str, list[str]](list)
+
+    def noting(name: str) -> Any:
+        method = getattr(SglangClient, name)
+
+        async def call(api: SglangClient, *arguments: Any) -> Any:
+            calls[api.url].append(name)
+            return await method(api, *arguments)
+
+        return call
+
     rounds, requests = [], []
-    with Rig(settings) as rig, heard(*names) as calls:
+    with Rig(settings) as rig, mock.patch.multiple(SglangClient, **{name: noting(name) for name in names}):
         for version in range(3):
             rig.engine.pause()
             rig.change()
@@ -277,26 +247,6 @@ def colocated(rank: int, size: int, settings: Sequence[str]) -> tuple[list[Round
             rounds[-1].difference = rig.difference(version)
             calls.clear()
     return (rounds, requests) if rig.world.leads else ([], [])
-
-
-@contextmanager
-def heard(*names: str) -> Iterator[dict[str, list[str]]]:
-    """Note this rank's calls of these methods of SGLang servers, by URL."""
-    calls = defaultdict[str, list[str]](list)
-
-    def hearing(name: str) -> Any:
-        method = getattr(SglangClient, name)
-
-        async def call(api: SglangClient, *arguments: Any, **named: Any) -> Any:
-            calls[api.url].append(name)
-            return await method(api, *arguments, **named)
-
-        return mock.patch.object(SglangClient, name, call)
-
-    with ExitStack() as stack:
-        for name in names:
-            stack.enter_context(hearing(name))
-        yield calls
 
 
 def in_flight(rank: int, size: int, settings: Sequence[str], secret: str) -> dict[str, Any]:

@@ -138,6 +138,7 @@ def given(*servers: RealServer) -> list[str]:
     return [f"rollout.engine={servers[0].kind}", f"rollout.servers=[{urls}]"]
 
 
+LORA = ("model.lora.rank=4", "rollout.sync.adapter=true", "model.lora.targets=[q_proj,v_proj,o_proj]")
 SETTINGS = """
 data.arithmetic.problems=64 rollout.prompts_per_step=16 rollout.samples_per_prompt=4 rollout.max_response_tokens=24
 rollout.timeout_s=200 rollout.sync.timeout_s=60 rollout.sync.check_every=1 optimizer.lr=1e-3 eval.every=0

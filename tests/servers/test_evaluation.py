@@ -1,9 +1,8 @@
-"""A real server gives the scores and the rewards that the policy's own processes give."""
+"""A real server gives the scores that the policy's own processes give."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 
 from megatron_dppo.rollout.servers.launch import SECRET
 from tests.commands import Command
-from tests.compress.test_asking import rewards
-from tests.ranks import RankPool
 from tests.servers.real import QUICKSTART, REWARD, Kind, RealServer, RealServers, given
 
 pytestmark = pytest.mark.servers
@@ -43,19 +40,3 @@ def test_a_server_scores_as_the_local_engine_does(
     assert len(texts) == 60 and same >= 57
     mine, other = (scores["benchmarks"]["arithmetic"]["avg@k"]["value"] for scores in (here, there))
     assert 0.0 < mine < 1.0 and abs(mine - other) <= (60 - same) / 60
-
-
-def rewards_with_secret(rank: int, size: int, secret: str, *arguments: Any) -> list[float]:
-    os.environ[SECRET] = secret
-    return rewards(rank, size, *arguments)
-
-
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
-def test_a_server_answers_without_absent_layers(
-    kind: Kind, real_servers: RealServers, ranks: RankPool, served_policy: Path
-) -> None:
-    server, absent = real_servers.get(kind), [(), (0,), (1,)]
-    arguments = rewards_with_secret, server.secret, served_policy, absent, None, "layout.tp=1", "eval.samples=1"
-    (local,), (found,) = ranks.in_turn(1, arguments, (*arguments, *given(server)))
-    assert len(set(local)) == 3, "each policy has answers of its own"
-    assert found == pytest.approx(local, abs=0.01)

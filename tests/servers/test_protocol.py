@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.config import BranchConfig
-from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.data.tokenizer import load_tokenizer
+from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.servers.client import (
     INCOMPLETE,
     TOP_LOGPROBS,
@@ -33,19 +32,13 @@ from megatron_dppo.rollout.servers.client import (
     least_entropies,
 )
 from megatron_dppo.rollout.servers.http import ServerError
-from megatron_dppo.rollout.servers.launch import spec_of
+from megatron_dppo.rollout.servers.launch import SECRET, spec_of
 from megatron_dppo.rollout.servers.sender import Sender
-from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import VllmClient
-from tests.rollout.local import forks_of
-from tests.rollout.servers.script import dispatcher_of, prompts_of
-from tests.servers.real import (
-    AGREES,
-    Kind,
-    RealServer,
-    RealServers,
-    launch_settings,
-)
+from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
+from megatron_dppo.settings import load_config
+from tests.rollout.scripted import completion_of, world_of
+from tests.servers.real import AGREES, WAIT_S, Kind, RealServer, RealServers
 
 pytestmark = pytest.mark.servers
 
@@ -102,11 +95,11 @@ class Served:
         finally:
             sender.close()
 
-    def update(self, weights: Weights, *, version: str = "2", mode: str = "abort", folder: Path | None = None) -> None:
+    def update(self, weights: Weights, *, version: str = "2", folder: Path | None = None) -> None:
         """Bring weights in two buckets, or from a folder of two files."""
         names = sorted(weights)
         buckets = [{name: weights[name] for name in part} for part in (names[:5], names[5:])]
-        self.run("pause", mode)
+        self.run("pause", "abort")
         self.run("begin_update")
         if folder is None:
             self.send(*buckets)
@@ -115,8 +108,7 @@ class Served:
                 save_file(bucket, folder / f"model-{number}.safetensors", metadata={"format": "pt"})
             self.run("update_from_disk", folder, version)
         self.run("end_update", version)
-        if mode == "abort":
-            self.run("flush")
+        self.run("flush")
         self.run("resume")
 
     @torch.no_grad()
@@ -160,12 +152,6 @@ def vllm(serve: Callable[..., Served]) -> Iterator[Served]:
     served.run("resume")
 
 
-def test_a_server_describes_itself(served: Served, served_policy: Path) -> None:
-    info = served.run("info")
-    assert (Path(info.model), info.dtype, info.ranks) == (served_policy, "float32", 1)
-    assert info.nccl is None
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
 def test_logprobs_are_those_of_the_scaled_distribution(served: Served, old: Weights, temperature: float) -> None:
     """At temperature 0, those of temperature 1."""
@@ -174,12 +160,6 @@ def test_logprobs_are_those_of_the_scaled_distribution(served: Served, old: Weig
     for result in results:
         assert served.differences(old, result, temperature=temperature or 1.0).max() < AGREES
         assert result.versions == (("1", len(result.token_ids)),)
-
-
-@pytest.mark.parametrize("least", [{"top_k": 1}, {"top_p": 1e-6}])
-def test_the_likeliest_token_alone_is_greedy(served: Served, least: dict[str, float]) -> None:
-    greedy, sampled = served.generate(temperature=0.0), served.generate(temperature=1.5, **least)
-    np.testing.assert_array_equal(greedy[0].token_ids, sampled[0].token_ids)
 
 
 def test_a_stop_token_ends_a_completion_and_is_its_last(served: Served) -> None:
@@ -209,23 +189,6 @@ def test_an_aborted_request_returns_its_tokens(served: Served, old: Weights) -> 
     assert served.differences(old, result).max() < AGREES
 
 
-@pytest.mark.parametrize("mode", ["retract", "keep"])
-def test_a_request_survives_an_update(vllm: Served, old: Weights, new: Weights, mode: str) -> None:
-    """Retracted, its tokens are computed again with the new weights; kept, the old cache remains in use."""
-    for _ in range(TRIES):
-        vllm.server.restore()
-        request = vllm.start_long()
-        vllm.update(new, mode=mode)
-        (result,) = request.result(120.0)
-        if len(result.versions) == 2:
-            break
-    (first, before), (second, after) = result.versions
-    assert (result.reason, first, second, before + after) == ("length", "1", "2", 800)
-    assert min(before, after) > 0
-    assert vllm.differences(old, result)[:before].max() < AGREES
-    assert (vllm.differences(new, result)[before:].max() < AGREES) == (mode == "retract")
-
-
 @pytest.mark.parametrize("transport", [pytest.param("group", marks=pytest.mark.smoke), "disk"])
 def test_weights_arrive_with_their_version(
     served: Served, old: Weights, new: Weights, transport: str, tmp_path: Path
@@ -242,6 +205,20 @@ def test_weights_arrive_with_their_version(
     assert not changed.items() & checksums.items()
     served.update(old, version="3")
     assert served.run("checksums") == checksums
+
+
+def test_a_teacher_scores_as_transformers_does(
+    vllm: Served, old: Weights, served_policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's form of the requests: ``test_a_run_is_distilled_from_a_server``."""
+    monkeypatch.setenv(SECRET, vllm.server.secret)
+    teacher = f"loss.distillation.teacher={vllm.api.url}"
+    config = load_config(None, [teacher, "rollout.max_response_tokens=300", f"rollout.timeout_s={WAIT_S}"])
+    prompt, world = Prompt(0, np.array(PROMPT, np.int32), "", ""), world_of(1, 0)
+    with closing(TeacherServers(config, world, load_tokenizer(served_policy))) as servers:
+        [[scored]] = TeacherQuery(servers, [prompt]).finish([(completion_of(PROMPT),)], world)
+    taught = replace(scored, logprobs=scored.teacher_logprobs)
+    assert vllm.differences(old, taught).max() < AGREES
 
 
 def test_a_paused_server_is_well(vllm: Served) -> None:
@@ -277,97 +254,13 @@ def test_two_ranks_each_take_their_part(serve: Callable[..., Served], new: Weigh
 
 
 @pytest.mark.parametrize(("kind", "likeliest"), [("sglang", TOP_LOGPROBS), ("vllm", TOP_LOGPROBS - 1)])
-def test_trees_are_the_policys_and_fork_by_entropy(
+def test_entropies_are_those_of_the_scaled_distribution(
     serve: Callable[..., Served], old: Weights, kind: Kind, likeliest: int
 ) -> None:
     served, temperature = serve(kind), 0.9
-
-    def entropies(context: Any, tokens: Any) -> np.ndarray:
-        return least_entropies(served.distributions(old, context, tokens, temperature).topk(likeliest).values.tolist())
-
-    some = np.random.default_rng(4).integers(5, 45, 200)
-    limit = float(np.quantile(entropies(some[:4], some), 0.8))
-    branches = BranchConfig(entropy=limit), BranchConfig(at=14)
-    dispatcher = dispatcher_of(served.http, served.api, max_in_flight=16)
-    batch = dispatcher.begin(prompts_of(24), Sampling(8, 32, temperature, (), seed=3, branches=branches), 1)
-    batch.wait(180.0)
-    assert batch.error is None and batch.unfinished == 0
-    forked = set()
-    for prompt, group in zip(batch.prompts, batch.groups(), strict=True):
-        context = prompt.token_ids.tolist()
-        assert len(group) == 8
-        for leaf in group:
-            assert served.differences(old, leaf, context, temperature).max() < AGREES
-            assert {span.version for span in leaf.versions} == {1}
-            found, position = entropies(context, leaf.token_ids), forks_of(leaf)[0]
-            assert np.all(found[1:position] <= limit + AGREES)
-            if position < len(leaf.token_ids):
-                assert found[position] > limit - AGREES
-                forked.add(position)
-        for one, other in zip(group[::2], group[1::2], strict=True):
-            assert forks_of(one) == forks_of(other)
-            shared = forks_of(one)[1]
-            np.testing.assert_array_equal(one.token_ids[:shared], other.token_ids[:shared])
-    assert len(forked) > 2  # servers cannot seed their sampling on a CPU
-
-
-TRAINER = """
-import sys, time
-from megatron_dppo.rollout.servers.processes import ServerProcess
-from megatron_dppo.settings import load_config
-server = ServerProcess(load_config(None, sys.argv[1:]), 0, host="127.0.0.1", secret="s")
-server.start()
-while not server.listens():
-    time.sleep(0.2)
-print(*server.pids(), flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize(("kind", "tp"), [("sglang", 2), ("vllm", 1)])
-def test_no_rank_of_a_server_outlives_the_trainer(served_policy: Path, tmp_path: Path, kind: Kind, tp: int) -> None:
-    settings = [f"run.dir={tmp_path}/run", f"model.path={served_policy}", *launch_settings(kind, (tp,))]
-    with subprocess.Popen([sys.executable, "-c", TRAINER, *settings], stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        try:
-            family = [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
-            assert len(family) > tp
-            trainer.kill()
-            assert psutil.wait_procs(family, timeout=20)[1] == []
-        finally:
-            trainer.kill()
-
-
-def test_deterministic_sglang_takes_a_request_a_sample(serve: Callable[..., Served]) -> None:
-    """Deterministic kernels, with which seeds count, exist for GPUs only."""
-    served = serve("sglang")
-    assert served.run("get", "/server_info")["enable_deterministic_inference"] is False
-    api = SglangClient(served.api.url, served.http, secret=served.server.secret)
-    api._known_deterministic = True
-    results = served.http.run(api.generate(replace(REQUEST, samples=3, seed=5), timeout_s=60.0))
-    assert len(results) == 3 and all(len(each.logprobs) == len(each.token_ids) for each in results)
-
-
-def test_a_seed_repeats_samples(vllm: Served) -> None:
-    """On a CPU, a seed is safe for a request that has a step to itself."""
-    assert not vllm.api.seeded
-    seeded = VllmClient(vllm.api.url, vllm.http, secret=vllm.server.secret)
-
-    def draw(seed: int) -> set[tuple[int, ...]]:
-        results = vllm.http.run(seeded.generate(replace(REQUEST, samples=5, seed=seed), timeout_s=60.0))
-        return {tuple(result.token_ids.tolist()) for result in results}
-
-    first = draw(2**64 - 1)
-    assert len(first) == 5
-    assert draw(2**64 - 1) == first
-    assert draw(11) != first
-
-
-def test_prompts_beyond_one_step_are_all_answered(vllm: Served) -> None:
-    """With a seed, a part of one kills a server on CPU."""
-    contexts = [[5 + (i + 7 * j) % 40 for i in range(500)] for j in range(8)]
-    requests = [vllm.start(token_ids=each, samples=4, max_tokens=4, seed=1) for each in contexts]
-    assert [len(request.result(60.0)) for request in requests] == [4] * 8
+    (result,) = served.generate(temperature=temperature, entropies=True)
+    expected = served.distributions(old, PROMPT, result.token_ids, temperature).topk(likeliest).values
+    np.testing.assert_allclose(result.entropies, least_entropies(expected.tolist()), atol=10 * AGREES)
 
 
 def test_the_models_end_of_sequence_stops_nothing(vllm: Served) -> None:
