@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.init import write_model
+from tests.servers.conftest import SIZES
 from tests.slurm.cluster import Cluster, wait_for
 from tests.slurm.jobs import Submitter
 
@@ -36,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy") / "qwen3"
-    write_model(folder, hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=128, std=0.2)
+    write_model(folder, **SIZES, ffn=128)
     return folder
 
 

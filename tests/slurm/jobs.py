@@ -115,39 +115,39 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Submitter:
-    """Submits from the root of the checkout, as the scripts want it; every run has a folder of its own."""
+    """Submits from the root of the checkout, as the scripts want it; each has one run."""
 
     cluster: Cluster
     folder: Path
     policy: Path
 
-    def heterogeneous(
-        self, name: str, *words: str, flags: tuple[str, ...] = (), slow: bool = False, **environ: str
-    ) -> Job:
+    def heterogeneous(self, *words: str, slow: bool = False, **environ: str) -> Job:
         """The 32B script, with two ranks on one node and a server on the other."""
-        sizes = ["--partition=loopback", "--nodes=1", "--ntasks-per-node=2", *flags, ":", "--partition=loopback"]
-        return self._submit("qwen3_32b_dppo.sh", name, [*sizes, "--nodes=1"], words, slow, environ)
+        partition = "--partition=loopback"
+        sizes = [partition, "--nodes=1", "--ntasks-per-node=2", ":", partition, "--nodes=1"]
+        return self._submit("qwen3_32b_dppo.sh", sizes, self.settings(*words, slow=slow), environ)
 
-    def one_node(self, name: str, *words: str, flags: tuple[str, ...] = (), slow: bool = False, **environ: str) -> Job:
+    def one_node(self, *words: str, **environ: str) -> Job:
         """The 4B script, with two ranks."""
-        return self._submit(
-            "qwen3_4b_dppo.sh", name, ["--partition=loopback", "--ntasks-per-node=2", *flags], words, slow, environ
-        )
+        sizes = ["--partition=loopback", "--ntasks-per-node=2"]
+        return self._submit("qwen3_4b_dppo.sh", sizes, self.settings(*words), environ)
 
-    def _submit(
-        self, script: str, name: str, flags: list[str], words: tuple[str, ...], slow: bool, environ: dict[str, str]
-    ) -> Job:
-        run, settings = self.settings(name, *words, slow=slow)
-        log = self.folder / f"{name}.log"
-        command = ["sbatch", "--parsable", f"--output={log}", *flags, str(SCRIPTS / script), *settings]
+    def _submit(self, script: str, sizes: list[str], settings: list[str], environ: dict[str, str]) -> Job:
+        log = self.folder / "log"
+        command = ["sbatch", "--parsable", f"--output={log}", *sizes, str(SCRIPTS / script), *settings]
         environ = self.cluster.environment | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | environ
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
-        return Job(self.cluster, int(done.stdout.partition(";")[0]), log, run)
+        return Job(self.cluster, int(done.stdout.partition(";")[0]), log, self.run)
 
-    def settings(self, name: str, *words: str, slow: bool = False) -> tuple[Path, list[str]]:
-        """The folder of a run, and what a command line says of it."""
-        run = self.folder / name
+    @property
+    def run(self) -> Path:
+        """The folder of the run."""
+        return self.folder / "run"
+
+    def settings(self, *words: str, slow: bool = False) -> list[str]:
+        """Make the folder, and return what a command line says of the run."""
+        run = self.run
         run.mkdir()
         if slow:
             (run / "slow").touch()
@@ -155,7 +155,7 @@ class Submitter:
         rows = [{"prompt": f"{i // 8}+{i % 8}=", "label": f"problem-{i}"} for i in range(PROBLEMS)]
         (data := run / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
         settings = ["configs/quickstart.yaml", f"run.dir={run}", f"model.path={self.policy}", *TINY]
-        return run, [*settings, f"data.train={data}", f"reward.function={reward}:compute_score", *words]
+        return [*settings, f"data.train={data}", f"reward.function={reward}:compute_score", *words]
 
 
 def one_sglang_server(port: int) -> list[str]:

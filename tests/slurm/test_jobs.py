@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.small_runs import rows
 pytestmark = pytest.mark.slurm
 
 STAMP = re.compile(r"\[ *(\d+) s\] (.*)")
-SGLANG_STEPS, LOCAL_STEPS, FOR_EVER = 4, 40, 100_000
+SGLANG_STEPS, FOR_EVER = 4, 100_000
 DRAWS = ("step", "rollout/raw_reward", "prune/kept_prompt_fraction", "train/lr")
 """Metrics that depend on prompts, draws and rewards, and not on the generated tokens."""
 
@@ -44,23 +43,10 @@ exec /usr/bin/srun "${kept[@]}"
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Two actors that generate themselves, to the end, in a container as far as the job knows."""
-    folder = tmp_path_factory.mktemp("whole")
-    (srun := folder / "srun").write_text(PYXIS)
-    srun.chmod(0o755)
-    pyxis = {"PATH": f"{folder}:{os.environ['PATH']}", "PYXIS_SAW": str(folder / "saw")}
-    container = {"CONTAINER": "registry#image:1", "CONTAINER_MOUNTS": "/data:/data"}
-    job = Submitter(cluster, folder, policy).one_node("run", f"run.steps={LOCAL_STEPS}", **pyxis, **container)
-    assert job.wait() == 0, job.text()
-    return job
-
-
-@pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Actors on one node, a real SGLang server on the other, to the end."""
     submit = Submitter(cluster, tmp_path_factory.mktemp("undisturbed"), policy)
-    job = submit.heterogeneous("run", *one_sglang_server(25100), f"run.steps={SGLANG_STEPS}")
+    job = submit.heterogeneous(*one_sglang_server(25100), f"run.steps={SGLANG_STEPS}")
     assert job.wait() == 0, job.text()
     return job
 
@@ -71,27 +57,21 @@ def test_actors_train_with_a_server_on_the_other_node(undisturbed: Job) -> None:
     check_order(
         job,
         f"job {job.number}, start 1",
-        "settings: looking for mistakes on n1",
         f"settings: {job.run}: 0 of {SGLANG_STEPS} steps are done",
         "servers: starting 1 on n2",
         "actors: starting 2 ranks on n1",
         "server n2 can generate at http://127.0.0.1:25100",
-        f"1/{SGLANG_STEPS}",
-        f"{SGLANG_STEPS}/{SGLANG_STEPS}",
         "actors: ended with exit code 0",
         "servers: stopping",
         f"done: {job.run}: {SGLANG_STEPS} of {SGLANG_STEPS} steps are done",
     )
-    seconds = [int(stamp) for stamp in re.findall(r"^\[ *(\d+) s\]", job.text(), re.MULTILINE)]
-    assert seconds == sorted(seconds) and seconds[-1] > 5
-    assert json.loads((job.run / "summary.json").read_text())["steps"] == SGLANG_STEPS
     assert [row["rollout/servers"] for row in rows(job.run) if row["step"]] == [1.0] * SGLANG_STEPS
     assert job.left() == []
 
 
 @pytest.mark.smoke
 def test_a_requeued_job_has_the_same_prompts_and_draws(undisturbed: Job, submit: Submitter) -> None:
-    job = submit.heterogeneous("run", *one_sglang_server(25200), f"run.steps={SGLANG_STEPS}", slow=True)
+    job = submit.heterogeneous(*one_sglang_server(25200), f"run.steps={SGLANG_STEPS}", slow=True)
     job.wait_for_step(1)
     job.tell_to_stop()
     assert job.wait() == 0, job.text()
@@ -103,29 +83,22 @@ def test_a_requeued_job_has_the_same_prompts_and_draws(undisturbed: Job, submit:
     assert job.left() == []
 
 
-def test_a_job_cut_by_its_time_limit_has_the_same_metrics(whole: Job, submit: Submitter) -> None:
-    # Slurm looks at limits twice a minute, and signals up to half a minute early: after 60 to 90 s.
-    limit = ("--time=2", "--signal=B:USR1@30")
-    cut = submit.one_node("cut", f"run.steps={LOCAL_STEPS}", flags=limit, slow=True)
-    cut.wait_for_line("requeued: ")
-    (cut.run / "slow").unlink()
-    cut.cluster.call("scontrol", "update", f"JobId={cut.number}", "TimeLimit=10")
-    assert cut.wait() == 0, cut.text()
-    check_order(cut, "actors: told to save and stop", "actors: ended with exit code 75", "requeued", "job", "done")
-    assert f"job {cut.number}, start 2" in cut.text()
-    assert cut.scored() == whole.scored()
-    assert rows(cut.run) == rows(whole.run)
-
-
-def test_each_step_runs_in_the_named_container(whole: Job) -> None:
+def test_each_step_runs_in_the_named_container(submit: Submitter) -> None:
+    (srun := submit.folder / "srun").write_text(PYXIS)
+    srun.chmod(0o755)
+    saw = submit.folder / "saw"
+    pyxis = {"PATH": f"{submit.folder}:{os.environ['PATH']}", "PYXIS_SAW": str(saw)}
+    container = {"CONTAINER": "registry#image:1", "CONTAINER_MOUNTS": "/data:/data"}
+    job = submit.one_node("run.steps=1", **pyxis, **container)
+    assert job.wait() == 0, job.text()
     flags = ["--container-image=registry#image:1", f"--container-workdir={ROOT}"]
     flags.append(f"--container-mounts={ROOT}:{ROOT},/data:/data")
     steps = ("check", "train", "check")
-    assert (whole.log.parent / "saw").read_text().splitlines() == flags * len(steps)
+    assert saw.read_text().splitlines() == flags * len(steps)
 
 
 def test_a_job_without_progress_is_not_requeued(submit: Submitter) -> None:
-    job = submit.one_node("run", f"run.steps={FOR_EVER}")
+    job = submit.one_node(f"run.steps={FOR_EVER}")
     job.wait_for_line("actors: starting")
     job.tell_to_stop()  # long before there is a step to save
     assert job.wait(60) == 75, job.text()
@@ -133,7 +106,7 @@ def test_a_job_without_progress_is_not_requeued(submit: Submitter) -> None:
 
 
 def test_scancel_leaves_no_process(submit: Submitter) -> None:
-    job = submit.heterogeneous("run", *one_sglang_server(25300), f"run.steps={FOR_EVER}")
+    job = submit.heterogeneous(*one_sglang_server(25300), f"run.steps={FOR_EVER}")
     job.wait_for_line("server n2 starts")
     wait_for(lambda: len(job.ranks()) == 2 and "sglang" in " ".join(job.left()), 60, "ranks and a server")
     assert {rank.environ()["CUDA_VISIBLE_DEVICES"] for rank in job.ranks().values()} == {"0,1,2,3,4,5,6,7"}
@@ -145,7 +118,7 @@ def test_scancel_leaves_no_process(submit: Submitter) -> None:
 
 
 def test_a_killed_rank_ends_the_job_with_its_name(submit: Submitter) -> None:
-    job = submit.one_node("run", f"run.steps={FOR_EVER}")
+    job = submit.one_node(f"run.steps={FOR_EVER}")
     job.wait_for_step(1)
     job.ranks()[1].kill()
     assert job.wait(60) == 137, job.text()
@@ -157,7 +130,7 @@ def test_a_killed_rank_ends_the_job_with_its_name(submit: Submitter) -> None:
 def test_a_dead_server_ends_the_job_with_its_last_words(submit: Submitter) -> None:
     dies = "[/bin/bash,-c,'echo out of memory; sleep 3; kill -9 $$']"
     settings = [*one_sglang_server(25400), f"rollout.launch.command={dies}"]
-    job = submit.heterogeneous("run", *settings, f"run.steps={FOR_EVER}")
+    job = submit.heterogeneous(*settings, f"run.steps={FOR_EVER}")
     assert job.wait(60) == 2, job.text()
     check_order(job, "error: rollout.launch.command", "servers: ended with exit code 2", "ended with exit code 2")
     said = "\n".join(lines(job))
@@ -165,10 +138,8 @@ def test_a_dead_server_ends_the_job_with_its_last_words(submit: Submitter) -> No
     assert job.left() == []
 
 
-def test_a_lost_node_is_named_and_the_job_starts_again(
-    submit: Submitter,
-) -> None:
-    job = submit.heterogeneous("run", *one_sglang_server(25500), f"run.steps={FOR_EVER}")
+def test_a_lost_node_is_named_and_the_job_starts_again(submit: Submitter) -> None:
+    job = submit.heterogeneous(*one_sglang_server(25500), f"run.steps={FOR_EVER}")
     job.wait_for_line("server n2 starts")
     wait_for(lambda: "sglang" in " ".join(job.left()), 30, "server")
     try:

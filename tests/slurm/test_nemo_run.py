@@ -28,13 +28,14 @@ def launch(home: Path, cluster: Cluster, *words: str, code: int = 0, **more: str
     return done.stdout + done.stderr * (code != 0)
 
 
-def submit_detached(cluster: Cluster, home: Path, run: Path, *words: str) -> Job:
+def submit_detached(submit: Submitter, *words: str) -> Job:
     """Return the one job that there is."""
-    launch(home, cluster, *words, *ON_SLURM, "--detach")
+    cluster = submit.cluster
+    launch(submit.folder / "nemo", cluster, *words, *ON_SLURM, "--detach")
     number = cluster.call("squeue", "-h", "-o", "%A").stdout.split()[0]
     log = re.search(r"StdOut=(\S*/log-\S+)", cluster.call("scontrol", "show", "job", number).stdout)
     assert log, "NeMo-Run looks for the log under this name"
-    return Job(cluster, int(number), Path(log[1]), run)
+    return Job(cluster, int(number), Path(log[1]), submit.run)
 
 
 def check_done(job: Job) -> None:
@@ -44,35 +45,35 @@ def check_done(job: Job) -> None:
 
 
 def test_a_local_launch_trains_and_a_mistake_fails(submit: Submitter, tmp_path: Path) -> None:
-    run, settings = submit.settings("run", f"run.steps={STEPS}", "layout.tp=2")
+    settings = submit.settings(f"run.steps={STEPS}", "layout.tp=2")
     launch(tmp_path / "nemo", submit.cluster, *settings)
-    assert len(rows(run)) == STEPS
+    assert len(rows(submit.run)) == STEPS
     assert "error: layout.tp = 3" in launch(tmp_path / "nemo", submit.cluster, *settings, "layout.tp=3", code=1)
 
 
-def test_actors_train_with_a_server_on_its_own_node(submit: Submitter, tmp_path: Path) -> None:
+def test_actors_train_with_a_server_on_its_own_node(submit: Submitter) -> None:
     server = [*one_sglang_server(25600), "rollout.launch.tp=2"]  # on both GPUs that a node has for this job
-    run, settings = submit.settings("run", f"run.steps={STEPS}", "layout.tp=2", *server)
+    settings = submit.settings(f"run.steps={STEPS}", "layout.tp=2", *server)
     placed = ["cluster.server_nodes=1", "cluster.hours=0.2"]
-    job = submit_detached(submit.cluster, tmp_path / "nemo", run, *settings, *placed)
+    job = submit_detached(submit, *settings, *placed)
     check_done(job)
-    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+    assert json.loads((submit.run / "summary.json").read_text())["steps"] == STEPS
     assert re.search("[0-9a-f]{48}", job.text()) is None, "the log holds the servers' secret"
     wait_for(lambda: not job.left(), 30, "end of all processes")
 
 
-def test_a_stopped_job_saves_and_resumes_in_its_next_start(submit: Submitter, tmp_path: Path) -> None:
-    run, settings = submit.settings("run", "run.steps=100000", "layout.tp=2", slow=True)
-    job = submit_detached(submit.cluster, tmp_path / "nemo", run, *settings)
+def test_a_stopped_job_saves_and_resumes_in_its_next_start(submit: Submitter) -> None:
+    settings = submit.settings("run.steps=100000", "layout.tp=2", slow=True)
+    job = submit_detached(submit, *settings)
     job.wait_for_step(1)
     job.tell_to_stop()
     wait_for(lambda: job.field("Restarts") == "1" and job.field("JobState") == "RUNNING", WAIT_S, "second start")
-    saved = max(int(path.name[5:]) for path in (run / "checkpoints").glob("iter_*"))
+    saved = max(int(path.name[5:]) for path in (job.run / "checkpoints").glob("iter_*"))
     job.wait_for_step(saved + 1)
-    steps = [row["step"] for row in rows(run)]
+    steps = [row["step"] for row in rows(job.run)]
     assert steps == list(range(1, len(steps) + 1)), "a step is there twice, or missing"
     assert f"stopped on request after step {saved}, and saved" in job.text()
-    assert f"requeued: {run}: {saved} of 100000 steps are done" in job.text()
+    assert f"requeued: {job.run}: {saved} of 100000 steps are done" in job.text()
 
 
 def test_the_script_of_a_dry_run_runs_as_it_is(submit: Submitter, tmp_path: Path) -> None:
@@ -83,10 +84,10 @@ def test_the_script_of_a_dry_run_runs_as_it_is(submit: Submitter, tmp_path: Path
 
     judged = submit.cluster.call("sbatch", "--test-only", script("configs/qwen3_32b_dppo.yaml", *ON_SLURM[:2]))
     assert judged.returncode == 0 and " to start at " in judged.stderr, judged.stderr
-    run, settings = submit.settings("run", f"run.steps={STEPS}", "layout.tp=2")
+    settings = submit.settings(f"run.steps={STEPS}", "layout.tp=2")
     sent = submit.cluster.call("sbatch", "--parsable", f"--output={tmp_path}/log", script(*settings, *ON_SLURM))
     assert sent.returncode == 0, sent.stderr
-    check_done(Job(submit.cluster, int(sent.stdout), tmp_path / "log", run))
+    check_done(Job(submit.cluster, int(sent.stdout), tmp_path / "log", submit.run))
 
 
 def test_a_machine_without_slurm_is_named(cluster: Cluster, tmp_path: Path) -> None:
