@@ -1,7 +1,5 @@
 """The settings that are rehearsed: name, configuration, rank, and work besides two training steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version

@@ -3,8 +3,6 @@
 Each line of OUT is the JSON of one case. ``WORK: CASE`` does other work.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Missing parts of a rehearsal fail by name. Nothing here patches this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
