@@ -1,8 +1,7 @@
 """Law 2: the expected pruned gradient of a real model is the full gradient, integrated over the draws, never sampled.
 
 Prompts are selected, the step is planned, packs are built, a torch model scores them, and the loss is differentiated.
-Only the uniform number of each draw is put in, and integrated over. Two classic mistakes, made on purpose on the same
-way, are seen to be biased.
+Only the uniform number of each draw is put in, and integrated over.
 """
 
 from __future__ import annotations
@@ -30,7 +29,15 @@ from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, prompt_rule, select
 from megatron_dppo.rl.pruning.sampling import DRAWS
 from megatron_dppo.rl.types import Bools, Floats, MinibatchPlan, Selection, StepMetadata
-from tests.rl.integration import FixedOffset, FixedUniforms, all_plans, just_above, just_below, outcomes, recorded_draws
+from tests.rl.integration import (
+    FixedOffset,
+    FixedUniforms,
+    all_plans,
+    generators,
+    just_above,
+    just_below,
+    recorded_draws,
+)
 from tests.rl.plans import Foretold, plan, step_config, step_metadata, training_sample
 
 VOCABULARY, PROMPTS, SAMPLES = 7, 5, 4
@@ -71,8 +78,6 @@ class World:
     history: PromptHistory = field(default_factory=lambda: PromptHistory(0.9))
     taught: Bools = field(default_factory=lambda: np.zeros(PROMPTS, bool))
     """Prompts to which the reference is a teacher."""
-    serves: bool = False
-    """Whether the teacher scores sampled tokens alone, as a server does."""
     truncated: Bools = field(default_factory=lambda: np.zeros((PROMPTS, SAMPLES), bool))
 
     def metadata(self, selection: Selection) -> StepMetadata:
@@ -114,14 +119,11 @@ def world() -> World:
     return world
 
 
-def gradient(
-    world: World, config: Config, metadata: StepMetadata, minibatch: MinibatchPlan, mistake: str = ""
-) -> torch.Tensor:
+def gradient(world: World, config: Config, metadata: StepMetadata, minibatch: MinibatchPlan) -> torch.Tensor:
     """Return the gradient of one minibatch, as a trainer computes it; [parameters]."""
     world.policy.zero_grad()
     samples = minibatch.samples
     prompt = metadata.prompt_ids[samples.group]
-    inside = mistake == "weight inside the clip"
     total = torch.zeros((), dtype=torch.float64)
     for members in itertools.chain.from_iterable(minibatch.packs):
         packed = [
@@ -143,25 +145,20 @@ def gradient(
             each[np.arange(len(pack.targets)), pack.targets] for each in (own, before.detach(), teacher.detach())
         )
         rows = np.array(members, dtype=int)[pack.sample]
-        weight = torch.from_numpy(samples.weight[rows])
-        coef = config.loss.distillation_coef * torch.from_numpy(world.taught[prompt[rows]])
-        pull = (reference - logprobs.detach()) * world.serves
         losses = token_losses(
             objective_for(config.loss),
-            logprobs=logprobs + (weight.log() if inside else 0.0),
+            logprobs=logprobs,
             old_logprobs=old,
             engine_logprobs=torch.from_numpy(pack.engine_logprobs),
             reference_logprobs=reference if config.loss.kl_coef else None,
-            advantage=torch.from_numpy(pack.advantage) + coef * pull,
+            advantage=torch.from_numpy(pack.advantage),
             kl_coef=config.loss.kl_coef,
             tis_cap=config.loss.tis_cap,
             sample=torch.from_numpy(pack.sample),
         )
-        divergence = (own.exp() * (own - teacher.detach())).sum(dim=1) * (not world.serves)
-        token_loss = losses.loss + coef * divergence
-        total = total + (token_loss * torch.from_numpy(pack.scale) / (weight if inside else 1.0)).sum()
-    if mistake == "divided by what was kept" and len(samples.group):
-        total = total * minibatch.normaliser / len(samples.group)
+        coef = config.loss.distillation_coef * torch.from_numpy(world.taught[prompt[rows]])
+        divergence = (own.exp() * (own - teacher.detach())).sum(dim=1)
+        total = total + ((losses.loss + coef * divergence) * torch.from_numpy(pack.scale)).sum()
     if total.requires_grad:
         total.backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in world.policy.parameters()])
@@ -173,19 +170,20 @@ def select_from(world: World, config: PromptPruningConfig, rng: object) -> Selec
 
 def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:
     """Yield every selection of prompts that the rule can draw, with its probability."""
-    with recorded_draws(PROMPT_RULES, config.named, prompt_rule(config.named)) as drawn:
-        select_from(world, config, FixedOffset(0.0))
-    for offset, length in outcomes(drawn[0][0]):
-        yield select_from(world, config, FixedOffset(offset)), length
+    rule = prompt_rule(config.named)
+    with recorded_draws(PROMPT_RULES, config.named, rule) as drawn:
+        select_from(world, config, np.random.default_rng(0))
+    for rng, probability in generators(rule, drawn[0][0]):
+        yield select_from(world, config, rng), probability
 
 
-def expected_gradient(world: World, config: Config, mistake: str = "") -> torch.Tensor:
+def expected_gradient(world: World, config: Config) -> torch.Tensor:
     """Integrate the gradient over both draws."""
     total, probability = torch.zeros(()), 0.0
     for selection, chosen in selections(world, config.pruning.prompts):
         metadata = world.metadata(selection)
         for step, drawn in all_plans(metadata, config, **LAYOUT):
-            total = total + chosen * drawn * gradient(world, config, metadata, step.minibatches[0], mistake)
+            total = total + chosen * drawn * gradient(world, config, metadata, step.minibatches[0])
             probability += chosen * drawn
     assert probability == pytest.approx(1.0, abs=1e-12)
     return total
@@ -194,15 +192,16 @@ def expected_gradient(world: World, config: Config, mistake: str = "") -> torch.
 def full_gradient(world: World, config: Config) -> torch.Tensor:
     """Return the gradient of every completion of every prompt, without the terms of truncated completions."""
     metadata = world.metadata(EVERYTHING)
-    (whole,) = plan(metadata, unpruned(config), **LAYOUT).minibatches
+    every_prompt = with_rules(unpruned(config), prompts=PromptPruningConfig(rule="none"))
+    (whole,) = plan(metadata, every_prompt, **LAYOUT).minibatches
     samples = whole.samples
     left = np.where(world.truncated[samples.group, samples.completion], 0.0, samples.scale)
     return gradient(world, config, metadata, replace(whole, samples=replace(samples, scale=left)))
 
 
-def relative_error(world: World, config: Config, mistake: str = "") -> float:
+def relative_error(world: World, config: Config) -> float:
     full = full_gradient(world, config)
-    return float((expected_gradient(world, config, mistake) - full).norm() / full.norm())
+    return float((expected_gradient(world, config) - full).norm() / full.norm())
 
 
 def settings(prompts: str, completions: str, keep: Keep = 0.5, **loss) -> Config:
@@ -224,32 +223,20 @@ def with_rules(config: Config, **rules: object) -> Config:
         ("none", "neyman", {"name": "reinforce_pp"}),
         ("none", "neyman", {"name": "cispo", "tis_cap": 2.0, "tis_level": "sequence"}),
         ("neyman", "neyman", {"name": "gmpo"}),
+        ("threshold", "neyman", {"name": "gspo"}),
+        ("neyman", "neyman", {"name": "grpo", "keep": "auto"}),
     ],
 )
 def test_expected_pruned_gradient_is_the_full_gradient(world, prompts, completions, loss):
     assert relative_error(world, settings(prompts, completions, **loss)) < 1e-6
 
 
-def test_most_efficient_share_is_unbiased(world):
-    config = settings("neyman", "neyman", keep="auto", name="grpo")
-    pruned = prune_minibatch(
-        world.metadata(EVERYTHING), config, objective_for(config.loss), keep="auto", rng=FixedOffset(0.5)
-    )
-    assert 0.0 < pruned.inclusion[~pruned.zero_advantage].min() < 1.0
-    assert relative_error(world, config) < 1e-6
-
-
 @pytest.mark.parametrize(
-    ("prompts", "loss", "serves"),
-    [
-        ("neyman", {"name": "grpo", "distillation": TEACHER}, False),
-        ("neyman", {"name": "dr_grpo", "distillation": ALONE}, False),
-        ("none", {"name": "dapo", "distillation": ALONE}, True),
-    ],
+    "loss", [{"name": "grpo", "distillation": TEACHER}, {"name": "dr_grpo", "distillation": ALONE}]
 )
-def test_gradient_with_a_teacher_of_some_prompts_is_unbiased(world, prompts, loss, serves):
-    given = replace(world, taught=np.array([True, False, False, True, True]), serves=serves)
-    assert relative_error(given, settings(prompts, "neyman", **loss)) < 1e-6
+def test_gradient_with_a_teacher_of_some_prompts_is_unbiased(world, loss):
+    given = replace(world, taught=np.array([True, False, True, True, False]))
+    assert relative_error(given, settings("neyman", "neyman", **loss)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -268,8 +255,6 @@ def test_masked_completions_count_in_baselines_and_divisor_alone(world, prompts,
     without = full_gradient(given, settings(prompts, "neyman", **loss))
     masked = settings(prompts, "neyman", mask_truncated=True, **loss)
     assert float((expected_gradient(given, masked) - without).norm() / without.norm()) < 1e-6
-    (minibatch,) = plan(given.metadata(EVERYTHING), masked).minibatches
-    assert not truncated[minibatch.samples.group, minibatch.samples.completion].any()
 
 
 @pytest.mark.parametrize(("good", "bad"), [(0.0, 0.0), (0.1, 0.9)])
@@ -300,9 +285,25 @@ def test_paper_rule_is_unbiased_over_all_of_its_masks(world):
     assert relative_error(small, settings("none", "threshold", name="dapo")) < 1e-6
 
 
-@pytest.mark.parametrize("mistake", ["divided by what was kept", "weight inside the clip"])
-def test_classic_mistake_is_biased(world, mistake):
-    assert relative_error(world, settings("neyman", "neyman", name="grpo"), mistake) > 0.02
+BIASED = [
+    *(("none", rule) for rule in ("threshold_deterministic", "top_k", "extremes")),
+    *((rule, "none") for rule in ("greso", "dynamic_sampling")),
+]
+
+
+def test_biased_rules_are_named():
+    rules = [*(("none", rule) for rule in COMPLETION_RULES), *((rule, "none") for rule in PROMPT_RULES)]
+    named = [pair for pair in rules if PROMPT_RULES[pair[0]].biased or COMPLETION_RULES[pair[1]].biased]
+    assert sorted(named) == sorted(BIASED)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "normaliser"), [*((*pair, "full") for pair in BIASED), ("none", "top_k", "kept")]
+)
+def test_rule_named_biased_is_biased(world, prompts, completions, normaliser):
+    config = settings(prompts, completions, name="grpo")
+    biased = cfg.replace(config.pruning.completions, normaliser=normaliser)
+    assert relative_error(world, with_rules(config, completions=biased)) > 0.02
 
 
 def test_draw_of_completions_depends_on_the_draw_of_prompts(world):

@@ -69,6 +69,14 @@ def independent_draws(inclusion: Floats) -> Iterator[tuple[FixedUniforms, float]
         yield FixedUniforms(np.where(kept, just_below(inclusion), just_above(inclusion))), float(chances.prod())
 
 
+def generators(rule: Rule[Any], inclusion: Floats) -> Iterator[tuple[Any, float]]:
+    """Yield a generator for every outcome of a rule's draw, and the outcome's probability."""
+    if rule.draw is draw_bernoulli:
+        yield from independent_draws(inclusion)
+    else:
+        yield from ((FixedOffset(offset), length) for offset, length in outcomes(inclusion))
+
+
 @contextmanager
 def recorded_draws(rules: Any, name: str, rule: Rule[Any]) -> Iterator[Drawn]:
     """Enter ``rule`` in a table of rules under ``name``, with draws that are recorded."""
@@ -89,9 +97,6 @@ def all_plans(metadata: StepMetadata, config: Config, **options: Any) -> Iterato
     with recorded_draws(COMPLETION_RULES, name, rule) as drawn:
         plan(metadata, config, **options)
     [(inclusion, _)] = drawn
-    generators: Any = ((FixedOffset(offset), length) for offset, length in outcomes(inclusion))
-    if rule.draw is draw_bernoulli:
-        generators = independent_draws(inclusion)
-    for rng, probability in generators:
+    for rng, probability in generators(rule, inclusion):
         with mock.patch.object(planning, "generator", lambda *_, rng=rng: rng):
             yield plan(metadata, config, **options), probability
