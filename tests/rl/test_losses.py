@@ -48,14 +48,6 @@ def test_trust_region_takes_probabilities_of_zero_and_one(kind: str, advantage: 
     assert gradient.isfinite().all() and result.loss.isfinite().all()
 
 
-@pytest.mark.parametrize("name", list(OBJECTIVES))
-@pytest.mark.parametrize("advantage", [2.0, -0.5])
-def test_on_policy_gradient_is_that_of_reinforce(name: str, advantage: float):
-    result, gradient = evaluate(log(0.5, 0.1), advantage, OBJECTIVES[name], sample=torch.tensor([0, 0]))
-    assert gradient.tolist() == pytest.approx([-advantage] * 2)
-    assert result.sums["train/pg_clipfrac"] == result.sums["train/ppo_kl"] == 0.0
-
-
 def test_metrics_are_sums_over_tokens_without_gradient():
     result, _ = evaluate(log(0.5, 0.3), 1.0, old_logprobs=log(0.4, 0.4), engine_logprobs=log(0.4, 0.2), tis_cap=1.5)
     sums = {name: value.item() for name, value in result.sums.items()}

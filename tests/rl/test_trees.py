@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import cache
 
@@ -15,23 +14,20 @@ from megatron_dppo.rl.trees import ForkStatistics, biased_settings, interval, tr
 from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata
 from tests.rl.integration import all_plans
 from tests.rl.plans import step_config, step_metadata
-from tests.rl.tree_toy import LONGEST, Forests, forests, fork_at, fork_by_entropy, plan_gradient, toy
+from tests.rl.tree_toy import LONGEST, Forests, forests, plan_gradient, toy
 
 PLAIN = toy()
 STOPPING = toy((0,), (1, 0))
 OF_TWO = toy((0, 0), (0, 1), (1, 0), (1, 1))
 """Responses of two tokens."""
-SURE_SHORT = dataclasses.replace(PLAIN, logits=PLAIN.logits | {(): 1.5}, ends=frozenset({(0, 1), (1, 1)}))
-"""Entropies above 0.65 after 0 and after 1 0, and above 0.6 after 1."""
 
 CASES: dict[str, Callable[[], Forests]] = {
-    "three of each": lambda: forests(OF_TWO, (3, 3), fork_at(1)),
-    "two levels": lambda: forests(PLAIN, (2, 2, 2), fork_at(1, 2)),
-    "early stop": lambda: forests(STOPPING, (2, 2), fork_at(1)),
-    "entropy, two levels": lambda: forests(SURE_SHORT, (2, 2, 2), fork_by_entropy(SURE_SHORT, 0.6, 0.65)),
-    "pruned before": lambda: forests(OF_TWO, (2, 2), fork_at(1), keep=(0.4,)),
-    "pruned before, three children": lambda: forests(PLAIN, (2, 3), fork_at(2), keep=(0.4,)),
-    "pruned before, two levels": lambda: forests(STOPPING, (2, 2, 2), fork_at(1, 2), keep=(0.6, 0.3)),
+    "three of each": lambda: forests(OF_TWO, (3, 3), (1,)),
+    "two levels": lambda: forests(PLAIN, (2, 2, 2), (1, 2)),
+    "early stop": lambda: forests(STOPPING, (2, 2), (1,)),
+    "pruned before": lambda: forests(OF_TWO, (2, 2), (1,), keep=(0.4,)),
+    "pruned before, three children": lambda: forests(PLAIN, (2, 3), (2,), keep=(0.4,)),
+    "pruned before, two levels": lambda: forests(STOPPING, (2, 2, 2), (1, 2), keep=(0.6, 0.3)),
 }
 
 
@@ -120,13 +116,9 @@ def test_score_of_a_path_is_a_second_moment_over_segments() -> None:
 
 
 def test_parts_of_each_prompt_are_an_analysis_of_variance() -> None:
-    """[P, K, M, parameters], and squared norms alone."""
-    gradients = np.random.default_rng(1).normal(size=(6, 3, 4, 5))
-    gradients += np.random.default_rng(2).normal(size=(6, 3, 1, 5))
-    between, within = variance_parts(*((gradients.sum(axis=axes) ** 2).sum(axis=-1) for axes in ((), (2,), (1, 2))))
-    responses = gradients.mean(axis=2)
-    assert within == pytest.approx(gradients.var(axis=2, ddof=1).sum(axis=-1).mean(axis=1))
-    assert between == pytest.approx(responses.var(axis=1, ddof=1).sum(axis=-1) - within / 4)
+    """Gradients 1 and 3 after one response, 2 and 6 after the other: variances 2 and 8 within, and 2 of the means."""
+    between, within = variance_parts(np.array([[[1.0, 9], [4, 36]]]), np.array([[16.0, 64]]), np.array([144.0]))
+    assert (between.tolist(), within.tolist()) == ([2 - 5 / 2], [5.0])
 
 
 EVERYONE, MANY = np.arange(20), 10**6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,9 +37,6 @@ class Toy:
         one = 1.0 / (1.0 + math.exp(-self.logits[prefix]))
         return one if token else 1.0 - one
 
-    def entropy(self, prefix: Tokens) -> float:
-        return -sum(p * math.log(p) for p in (self.probability(prefix, token) for token in (0, 1)))
-
     def scores(self, response: Tokens) -> Floats:
         """[LONGEST, parameters], ∇ log π of each token; zeros past the end."""
         table = np.zeros((LONGEST, len(PREFIXES)))
@@ -65,10 +62,6 @@ def toy(*ends: Tokens, seed: int = 0) -> Toy:
     logits = {prefix: float(rng.normal()) for prefix in PREFIXES}
     longest = itertools.product((0, 1), repeat=LONGEST)
     return Toy(logits, {response: float(rng.normal()) for response in (*PREFIXES, *longest)}, frozenset(ends))
-
-
-ForkHere = Callable[[Tokens, int], bool]
-"""Whether a path forks after these tokens, at a level counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +111,17 @@ def plan_gradient(policy: Toy, step: StepPlan, paths: Sequence[Tokens], segments
     return total
 
 
-def forests(policy: Toy, children: Sequence[int], fork_here: ForkHere, keep: Sequence[float] = ()) -> Forests:
+def forests(policy: Toy, children: Sequence[int], forks: Sequence[int], keep: Sequence[float] = ()) -> Forests:
     """All trees of K = children[0] roots.
 
     Args:
         policy: what generates.
         children: K, M₁, …, M_B.
-        fork_here: decides where to fork from the tokens before.
+        forks: tokens before the fork of each level.
         keep: ρ of each level, with which a child but the first is generated; empty: 1.
     """
     branches = tuple(BranchConfig(at=level, children=count) for level, count in enumerate(children[1:], start=1))
-    roots = list(_grown(policy, children, fork_here, keep or (1.0,) * len(branches)))
+    roots = list(_grown(policy, children, forks, keep or (1.0,) * len(branches)))
     outcomes = list(itertools.product(roots, repeat=children[0]))
     probability = np.array([math.prod(p for p, _ in trees) for trees in outcomes])
     assert math.isclose(probability.sum(), 1.0, abs_tol=1e-12)
@@ -144,18 +137,10 @@ def forests(policy: Toy, children: Sequence[int], fork_here: ForkHere, keep: Seq
     )
 
 
-def fork_at(*positions: int) -> ForkHere:
-    return lambda prefix, level: len(prefix) == positions[level]
-
-
-def fork_by_entropy(policy: Toy, *limits: float) -> ForkHere:
-    return lambda prefix, level: policy.entropy(prefix) > limits[level]
-
-
 def _grown(
     policy: Toy,
     children: Sequence[int],
-    fork_here: ForkHere,
+    forks: Sequence[int],
     keep: Sequence[float],
     prefix: Tokens = (),
     level: int = 0,
@@ -165,23 +150,23 @@ def _grown(
     if policy.ended(prefix):
         slot = (prefix, (len(prefix),) * missing, (1.0,) * missing)
         yield 1.0, [slot] * math.prod(children[level + 1 :])
-    elif missing and fork_here(prefix, level):
+    elif missing and len(prefix) == forks[level]:
         rho = keep[level]
-        below = list(_grown(policy, children, fork_here, keep, prefix, level + 1))
+        below = list(_grown(policy, children, forks, keep, prefix, level + 1))
         other = [(rho * p, 1.0 / rho, slots) for p, slots in below]
         if rho < 1.0:  # not generated: a copy of the first child without a weight
             other.append((1.0 - rho, 0.0, []))
         for (p, first), *rest in itertools.product(below, *[other] * (children[level + 1] - 1)):
             branches = [(1.0, first), *((weight, slots or first) for _, weight, slots in rest)]
             slots = [
-                (path, (len(prefix), *forks), (weight, *weights))
+                (path, (len(prefix), *ends), (weight, *weights))
                 for weight, branch in branches
-                for path, forks, weights in branch
+                for path, ends, weights in branch
             ]
             yield math.prod([p, *(q for q, *_ in rest)]), slots
     else:
         for token in (0, 1):
-            for p, slots in _grown(policy, children, fork_here, keep, (*prefix, token), level):
+            for p, slots in _grown(policy, children, forks, keep, (*prefix, token), level):
                 yield policy.probability(prefix, token) * p, slots
 
 

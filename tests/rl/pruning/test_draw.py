@@ -95,15 +95,6 @@ def test_tokens_are_trained_on_or_saved_or_of_zero_advantage():
     assert metrics["prune/kept_token_fraction"] == kept / total
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_unpruned_step_saves_nothing(kl_coef):
-    """Zero advantages are dropped unless a KL term gives them a gradient. Neither is a saving."""
-    metadata = step_metadata(16)
-    metrics = prune_metrics(16.0, [(metadata, draw(metadata, rule="none", kl_coef=kl_coef))])
-    assert metrics["prune/saved_tokens_completions"] == metrics["prune/saved_tokens_prompts"] == 0.0
-    assert (metrics["prune/zero_advantage_tokens"] > 0) == (kl_coef == 0.0)
-
-
 def test_biased_completion_rule_has_no_variance():
     """CPPO keeps the largest without weights; another rule keeps all, with a weight that is not 1/π."""
     metadata = step_metadata(16)

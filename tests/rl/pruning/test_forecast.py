@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -39,6 +38,7 @@ def prompt(row: int, text: str, **fields: str) -> Prompt:
 
 
 SUMS = [prompt(row, "+".join(map(str, terms))) for row, terms in enumerate(TERMS)]
+METRICS = ("log_loss_model", "log_loss_record", "brier_model", "brier_record", "brier_pool")
 LENGTHS = np.array([len(sum_.text) for sum_ in SUMS], float)
 
 
@@ -78,14 +78,17 @@ def test_features_are_the_same_in_another_process(capsys):
     assert other == capsys.readouterr().out
 
 
-def visits(ids: Ints, rewards: Floats, **fields: Floats) -> Outcomes:
+ROLLED_OUT = (RNG.random((len(IDS), GROUP)) < ACCURACY[:, None]).astype(float)
+"""[prompts, GROUP], rewards."""
+RIGHT = np.ones((len(IDS), GROUP))
+
+
+def visits(ids: Ints, rewards: Floats = ROLLED_OUT, **fields: Floats) -> Outcomes:
+    """Return the outcomes of prompts, from tables of rewards and further fields of all prompts."""
+    rewards = rewards[ids]
     advantages = group_advantages(rewards, normalise=True)
     found = Outcomes(ids, rewards, advantages, (advantages**2).sum(axis=1), np.full(len(ids), 20.0))
-    return replace(found, **fields)
-
-
-def roll_out(ids: Ints, rng: np.random.Generator, accuracy: Floats = ACCURACY) -> Floats:
-    return (rng.random((len(ids), GROUP)) < accuracy[ids][:, None]).astype(float)
+    return replace(found, **{name: table[ids] for name, table in fields.items()})
 
 
 def forecast(predictor: str = "auto", pool: list[Prompt] = SUMS, **options: bool) -> PromptForecast:
@@ -96,19 +99,22 @@ def expected(known: PromptHistory, ids: Ints) -> Floats:
     return known.expected_square(ids, group_size=GROUP, normalised=True)
 
 
-def windows(ids: Ints = IDS) -> Iterator[Ints]:
-    return iter(ids.reshape(-1, WINDOW))
+def learn(known: PromptForecast, ids: Ints = IDS, *tables: Floats, **fields: Floats) -> list[PredictorMetrics]:
+    """Learn from windows of prompts, one after the other."""
+    return [known.judge_and_learn(visits(window, *tables, **fields)) for window in ids.reshape(-1, WINDOW)]
+
+
+SEEN, UNSEEN = IDS[:-WINDOW], IDS[-WINDOW:]
 
 
 def test_model_predicts_prompts_at_their_first_visit():
     """A record knows the mean of the pool alone. A change of the predictor is noted."""
-    known, rng, rows = forecast(), np.random.default_rng(0), []
-    for ids in windows(rng.permutation(IDS)):
-        before = known.used
-        found = known.judge_and_learn(visits(ids, roll_out(ids, rng)))
-        assert ["the model predicts prompts" in note for note in found.notes] == [True] * (known.used != before)
-        rows.append(found.metrics)
-    mean = {name.removeprefix("prune/"): np.mean([row[name] for row in rows[3:]]) for name in rows[0]}
+    known = forecast()
+    found = learn(known, np.random.default_rng(0).permutation(IDS))
+    used = [*(each.metrics["prune/predicted_by_model"] for each in found), 1.0]
+    for each, change in zip(found, np.diff(used), strict=True):
+        assert ["prompts from now on" in note for note in each.notes] == [True] * bool(change)
+    mean = {name: np.mean([each.metrics[f"prune/{name}"] for each in found[3:]]) for name in METRICS}
     assert known.used == "model"
     assert mean["log_loss_model"] < 0.9 * mean["log_loss_record"]
     assert mean["brier_model"] < 0.6 * min(mean["brier_record"], mean["brier_pool"])
@@ -116,39 +122,34 @@ def test_model_predicts_prompts_at_their_first_visit():
 
 def test_record_predicts_where_prompts_say_nothing():
     """Half of the prompts are always right, half always wrong, whatever their text."""
-    known, rng = forecast(pool=made_up_pool(64)), np.random.default_rng(5)
-    accuracy = rng.permutation(np.repeat([0.0, 1.0], 32))
+    known, ids = forecast(pool=made_up_pool(64)), np.arange(64)
+    right = np.random.default_rng(5).permutation(ids) < 32
     for _ in range(6):
-        for ids in windows(rng.permutation(64)):
-            known.judge_and_learn(visits(ids, roll_out(ids, rng, accuracy)))
+        learn(known, ids, RIGHT[:64] * right[:, None])
     assert known.used == "record"
-    ids = np.arange(64)
     by_record = PromptHistory.expected_square(known, ids, group_size=GROUP, normalised=True)
     np.testing.assert_array_equal(expected(known, ids), by_record)
 
 
 @pytest.mark.parametrize("predictor", ["record", "model"])
 def test_predictor_of_the_settings_is_not_replaced(predictor):
-    known, rng = forecast(predictor), np.random.default_rng(0)
-    rows = [known.judge_and_learn(visits(ids, roll_out(ids, rng))).metrics for ids in windows()]
+    known = forecast(predictor)
+    assert {each.metrics["prune/predicted_by_model"] for each in learn(known)} == {float(predictor == "model")}
     assert known.used == predictor
-    assert {row["prune/predicted_by_model"] for row in rows} == {float(predictor == "model")}
 
 
 def test_groups_of_equal_reward_count_under_a_teacher():
     """All answers are right. The longer the prompt, the larger the gradients of a group."""
-    known = forecast(taught=True)
-    *seen, last = windows()
-    for ids in seen:
-        known.judge_and_learn(visits(ids, np.ones((WINDOW, GROUP)), squares=LENGTHS[ids] ** 2))
-    found = expected(known, last)
-    assert np.corrcoef(np.log(found), np.log(LENGTHS[last]))[0, 1] > 0.9
-    assert found.mean() == pytest.approx((LENGTHS[last] ** 2).mean(), rel=0.3)
+    known, squares = forecast(taught=True), LENGTHS**2
+    learn(known, SEEN, RIGHT, squares=squares)
+    found = expected(known, UNSEEN)
+    assert np.corrcoef(np.log(found), np.log(squares[UNSEEN]))[0, 1] > 0.9
+    assert found.mean() == pytest.approx(squares[UNSEEN].mean(), rel=0.3)
 
 
 def test_step_is_predicted_before_the_models_learn():
     """All answers are right; when nothing is known, every predictor gives one half."""
-    known, step = forecast(), visits(np.arange(WINDOW), np.ones((WINDOW, GROUP)))
+    known, step = forecast(), visits(UNSEEN, RIGHT)
     first, again = (known.judge_and_learn(step).metrics for _ in range(2))
     for name in ("model", "record", "pool"):
         assert first[f"prune/brier_{name}"] == pytest.approx(0.25)
@@ -159,9 +160,8 @@ def test_step_is_predicted_before_the_models_learn():
 def test_expected_square_is_the_square_of_mixed_groups_times_their_chance():
     """Sums of many terms are always wrong. Those of two terms have 16 times the square of those of three."""
     known, rng = forecast("model"), np.random.default_rng(1)
-    for ids in windows():
-        squares = np.where(COUNTS[ids] == 2, 16.0, 1.0) * rng.lognormal(0.0, 0.3, WINDOW)
-        known.judge_and_learn(visits(ids, roll_out(ids, rng, np.where(COUNTS <= 3, 0.5, 0.0)), squares=squares))
+    squares = np.where(COUNTS == 2, 16.0, 1.0) * rng.lognormal(0.0, 0.3, len(IDS))
+    learn(known, IDS, (rng.random(RIGHT.shape) < 0.5) * (COUNTS <= 3.0)[:, None], squares=squares)
     square = expected(known, IDS)
     assert 8.0 < square[COUNTS == 2].mean() / square[COUNTS == 3].mean() < 32.0
     assert square[COUNTS >= 5].mean() < 0.2 * square[COUNTS == 3].mean()
@@ -169,37 +169,29 @@ def test_expected_square_is_the_square_of_mixed_groups_times_their_chance():
 
 @pytest.mark.parametrize("predictor", ["auto", "record"])
 def test_tokens_are_predicted_by_the_model_alone(predictor):
-    tokens = 4.0 + 2.0 * LENGTHS
-    known, rng = forecast(predictor), np.random.default_rng(0)
-    *seen, unseen = windows()
-    np.testing.assert_array_equal(known.expected_tokens(unseen), 1.0)
-    for ids in seen:
-        known.judge_and_learn(visits(ids, roll_out(ids, rng), tokens=tokens[ids]))
-    found = np.ones(WINDOW) if predictor == "record" else tokens[unseen]
-    np.testing.assert_allclose(known.expected_tokens(unseen), found, rtol=0.1)
+    known, tokens = forecast(predictor), 4.0 + 2.0 * LENGTHS
+    np.testing.assert_array_equal(known.expected_tokens(UNSEEN), 1.0)
+    learn(known, SEEN, tokens=tokens)
+    found = np.ones(WINDOW) if predictor == "record" else tokens[UNSEEN]
+    np.testing.assert_allclose(known.expected_tokens(UNSEEN), found, rtol=0.1)
 
 
 def test_graded_rewards_are_predicted_to_differ_or_not():
-    hard = ACCURACY < 0.5
-    known, rng = forecast(), np.random.default_rng(0)
-    for ids in windows():
-        rewards = np.where(hard[ids][:, None], 0.3, rng.random((WINDOW, GROUP)))
-        metrics = known.judge_and_learn(visits(ids, rewards)).metrics
+    hard, known = ACCURACY < 0.5, forecast()
+    *_, last = learn(known, IDS, np.where(hard[:, None], 0.3, np.random.default_rng(0).random(RIGHT.shape)))
     assert not known.binary
     assert known.used == "model"
-    assert metrics["prune/brier_model"] < 0.6 * metrics["prune/brier_pool"]
+    assert last.metrics["prune/brier_model"] < 0.6 * last.metrics["prune/brier_pool"]
     square = expected(known, IDS)
     assert square[hard].mean() < 0.4 * square[~hard].mean()
 
 
 def test_groups_are_counted_by_their_predicted_chance():
-    ids = np.arange(WINDOW)
-    rewards = roll_out(ids, np.random.default_rng(0))
-    rows = forecast().judge_and_learn(visits(ids, rewards)).reliability
+    [found] = learn(forecast(), UNSEEN)
     for name in ("model", "record"):
-        mine = [row for row in rows if row[0] == name]
+        mine = [row for row in found.reliability if row[0] == name]
         assert sum(count for _, _, count, _, _ in mine) == WINDOW
-        assert sum(seen for *_, seen in mine) == pytest.approx(rewards.mean(axis=1).sum(), abs=1e-4)
+        assert sum(seen for *_, seen in mine) == pytest.approx(ROLLED_OUT[UNSEEN].mean(axis=1).sum(), abs=1e-4)
         for _, tenth, count, predicted, _ in mine:
             assert tenth / 10 - 1e-6 <= predicted / count <= (tenth + 1) / 10 + 1e-6
 
@@ -217,20 +209,17 @@ def test_predictor_metrics_are_in_the_log_and_the_census_of_a_step():
 def test_step_without_groups_changes_nothing():
     known = forecast()
     before = json.dumps(known.state_dict())
-    assert not known.judge_and_learn(visits(IDS[:0], np.zeros((0, GROUP)))).metrics
+    assert not known.judge_and_learn(visits(IDS[:0])).metrics
     assert json.dumps(known.state_dict()) == before
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5], ids=["binary", "graded"])
 def test_forecast_resumes_bit_for_bit(scale):
-    known, restored, rng = forecast(), forecast(), np.random.default_rng(0)
-    for _ in range(5):
-        ids = rng.permutation(IDS)[:WINDOW]
-        known.judge_and_learn(visits(ids, scale * roll_out(ids, rng)))
+    known, restored = forecast(), forecast()
+    learn(known, SEEN, scale * ROLLED_OUT)
     restored.load_state_dict(json.loads(json.dumps(known.state_dict())))
-    step = visits(IDS[:WINDOW], scale * roll_out(IDS[:WINDOW], rng))
     for one in (known, restored):
-        one.judge_and_learn(step)
+        learn(one, UNSEEN, scale * ROLLED_OUT)
     assert expected(known, IDS).tobytes() == expected(restored, IDS).tobytes()
     assert known.expected_tokens(IDS).tobytes() == restored.expected_tokens(IDS).tobytes()
     assert json.dumps(known.state_dict()) == json.dumps(restored.state_dict())
@@ -244,12 +233,10 @@ def test_checkpoint_without_models_is_loaded():
     assert known.used == "record"
     mixed, solved = expected(known, np.array([3, 5]))
     assert mixed > solved
-    known.judge_and_learn(visits(np.arange(8), np.eye(8)))
+    learn(known)
 
 
 def test_likelihood_of_a_record_is_that_of_a_beta_distribution():
-    """Integrate numerically: three right and two wrong, with a chance that is Beta(1.5, 2.5)."""
-    p = (np.arange(200_000) + 0.5) / 200_000
-    density = p**0.5 * (1 - p) ** 1.5
+    """Three right and two wrong, with a chance that is Beta(1.5, 2.5)."""
     value = beta_log_likelihood(np.array([3.0]), np.array([5.0]), np.array([1.5]), np.array([2.5]))[0]
-    assert value == pytest.approx(np.log((density * p**3 * (1 - p) ** 2).sum() / density.sum()), rel=1e-6)
+    assert np.exp(value) == pytest.approx((1.5 * 2.5 * 3.5) * (2.5 * 3.5) / (4 * 5 * 6 * 7 * 8))
