@@ -98,7 +98,6 @@ def pass_on(rank: int, size: int, config: Config, converted: Path) -> list[str]:
     Checkpoints(config, world).save(policy.actor, 3, {})
     source, out = Path(config.model.path), Path(config.run.dir, "exported")
     export_hf([chunk], world, source=source, out=out, max_shard_bytes=40_000, dtype=torch.float32)
-    assert len(expected) > 5
     return [name for name, parameter in chunk.named_parameters() if not torch.equal(parameter, expected[name])]
 
 

@@ -129,13 +129,11 @@ def test_replay_of_fresh_rollouts_is_the_trainers_choice(ranks: RankPool, tmp_pa
     folder = write_run(tmp_path)
     write_qwen3_moe(folder / "hf", Sizes(vocab_size=VOCAB), experts=EXPERTS)
     write_tokenizer(character_tokenizer(), folder / "hf", max_tokens=128)
-    found = {}
-    for name, settings in {
-        "none": ("layout.pp=2", "run.steps=2"),
-        "rollout": ("layout.pp=2", "run.steps=2", "loss.replay_routing=rollout"),
-        "ahead": ("layout.pp=2", "run.steps=2", "loss.replay_routing=rollout", "rollout.ahead=1"),
-    }.items():
-        found[name] = small_run(folder, tmp_path / name, *settings)
+    replay, ahead = "loss.replay_routing=rollout", "rollout.ahead=1"
+    found = {
+        name: small_run(folder, tmp_path / name, "layout.pp=2", "run.steps=2", *settings)
+        for name, settings in {"none": (), "rollout": (replay,), "ahead": (replay, ahead)}.items()
+    }
     ranks.in_turn(2, *((live, config) for config in found.values()))
     none, rollout, ahead = (rows(tmp_path / name) for name in found)
     assert [row.pop(REPLACED) for row in rollout[1:]] == [0.0, 0.0]

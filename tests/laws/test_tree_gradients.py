@@ -2,17 +2,15 @@
 
 The gradient of trees is compared with that of flat groups. Both are sampled, and may differ by four standard errors of
 their difference, along a direction from a part of the flat groups. ``tests/rl/test_trees.py`` knows all outcomes of a
-smaller policy, and makes every classic mistake.
+smaller policy.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from benchmarks.real_gradients import gradient, planned
 from megatron_dppo.config import BranchConfig, Config, TreeConfig, replace
@@ -26,7 +24,6 @@ from megatron_dppo.trainer.learner import PolicyLoss
 from tests.ranks import RankPool
 from tests.small_runs import begin_run
 
-pytestmark = pytest.mark.xdist_group("test_tree_gradients")
 PROMPTS, SAMPLES, STEPS = 32, 8, 40
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -75,29 +72,15 @@ def measure(rank: int, size: int, folder: Path, tree: TreeConfig, pruned: bool) 
     return np.stack(rows)
 
 
-@dataclass(frozen=True)
-class Lab:
-    """A policy, and its gradient from flat groups."""
-
-    folder: Path
-    direction: Floats
-    """[parameters], of length 1."""
-    truth: Floats
-    """[n], the gradient along the direction, from other groups."""
-
-
-@pytest.fixture(scope="module")
-def lab(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    folder = tmp_path_factory.mktemp("trees")
-    write_model(folder / "hf", hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64, std=0.2)
-    (folder / "reward.py").write_text(REWARD)
-    some, others = np.split(ranks.run(1, measure, folder, TreeConfig(), False)[0] / OF_OWN, [STEPS // 4])
+def test_trees_have_the_gradient_of_flat_groups(ranks: RankPool, tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", hidden=32, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64, std=0.2)
+    (tmp_path / "reward.py").write_text(REWARD)
+    cases = (TreeConfig(), False), (TWICE, False), (BY_ENTROPY, True)
+    [flat], *trees = ranks.in_turn(1, *((measure, tmp_path, tree, pruned) for tree, pruned in cases))
+    some, others = np.split(flat / OF_OWN, [STEPS // 4])
     direction = some.mean(axis=0) / np.linalg.norm(some.mean(axis=0))
-    return Lab(folder, direction, others @ direction)
-
-
-@pytest.mark.parametrize(("tree", "pruned"), [(TWICE, False), (BY_ENTROPY, True)], ids=["levels", "entropy, pruned"])
-def test_trees_have_the_gradient_of_flat_groups(lab, ranks, tree, pruned):
-    along = ranks.run(1, measure, lab.folder, tree, pruned)[0] @ lab.direction
-    variance = sum(values.var(ddof=1) / len(values) for values in (along, lab.truth))
-    assert abs(along.mean() - lab.truth.mean()) < 4.0 * np.sqrt(variance)
+    truth = others @ direction
+    for [found] in trees:
+        along = found @ direction
+        variance = sum(values.var(ddof=1) / len(values) for values in (along, truth))
+        assert abs(along.mean() - truth.mean()) < 4.0 * np.sqrt(variance)
