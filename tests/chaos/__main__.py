@@ -1,6 +1,6 @@
 """Kill parts of small runs at random and resume the runs: nothing may be lost, changed or left behind.
 
-    scripts/chaos.sh [N] [--seed S] [--servers [--kinds server,judge,…]]
+    scripts/chaos.sh [N] [--seed S] [--servers]
 
 The last line is one JSON object.
 """
@@ -22,12 +22,10 @@ def main() -> int:
     parser.add_argument("kills", nargs="?", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--servers", action="store_true", help="kill parts of runs ahead, with two SGLang servers")
-    parser.add_argument("--kinds", help="with --servers: what is killed")
     asked = parser.parse_args()
     began, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="chaos-"))
     module = import_module("tests.chaos.servers" if asked.servers else "tests.chaos.kills")
-    kinds = {"kinds": asked.kinds.split(",")} if asked.kinds else {}
-    tally = module.chaos(folder, asked.kills, asked.seed, **kinds)
+    tally = module.chaos(folder, asked.kills, asked.seed)
     if not tally.wrong:
         shutil.rmtree(folder)
     print(json.dumps({**vars(tally), "seed": asked.seed, "seconds": round(time.monotonic() - began)}))

@@ -1,8 +1,7 @@
-"""Random kills of ranks, launchers and checkpoint writers, and misbehaviour of a user's conversation.
+"""Random kills of ranks, launchers and checkpoint writers.
 
-Every second kill comes while a checkpoint is written, the others at any time from the first step on. Upon
-misbehaviour (the conversation ends its process, hangs, or returns nonsense) the run must end by itself, with an exit
-code that is not 0 and the function's name. A finished run is compared with an undisturbed run.
+Every second kill comes while a checkpoint is written, the others at any time from the first step on. A finished run is
+compared with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -29,27 +28,9 @@ from tests.small_runs import small_words, write_run
 
 STEPS = 6
 TALK = """
-import asyncio
-import os
-from pathlib import Path
-
-FAULT = Path(os.environ.get("MEGATRON_DPPO_CHAOS", "."), "fault")
-
 async def talk(client, prompt):
-    turn = await client.generate(prompt.token_ids)
-    try:
-        fault = FAULT.read_text()
-        FAULT.unlink()
-    except FileNotFoundError:
-        return [turn]
-    if fault == "exits":
-        os._exit(0)
-    if fault == "hangs":
-        await asyncio.sleep(1e9)
-    return [10**9]
+    return [await client.generate(prompt.token_ids)]
 """
-FAULTS = ("exits", "hangs", "nonsense")
-"""Misbehaviour of a user's code."""
 MARK = "MEGATRON_DPPO_CHAOS"
 """Environment variable of all processes of a run, whatever their parent is by now."""
 MAY_STAY = re.compile(r"megatron-dppo-.*|torchinductor_.*|tmp\w+wandb-(artifacts|media)")
@@ -65,15 +46,14 @@ class Configuration:
 
     name: str
     settings: tuple[str, ...]
-    kinds: tuple[str, ...] = ("rank", "launcher", "writer")
 
 
+KINDS = ("rank", "launcher", "writer")
 CONFIGURATIONS = (
     Configuration("two updates, TP 2", ("layout.tp=2", "loss.updates_per_rollout=2")),
     Configuration(
-        "a conversation, one rank",
-        ("rollout.conversation={folder}/talk.py:talk", "rollout.timeout_s=20", "run.late_s=5"),
-        FAULTS,
+        "a conversation and KL to a reference, one rank",
+        ("rollout.conversation={folder}/talk.py:talk", "loss.kl_coef=0.01"),
     ),
     Configuration(
         "two steps ahead, PP 2, checkpoints in the background",
@@ -83,7 +63,6 @@ CONFIGURATIONS = (
         "distributed optimizer, DP 2, checkpoints in the background",
         ("layout.dp=2", "optimizer.distributed=true", "run.checkpoint_in_background=true"),
     ),
-    Configuration("KL to a reference, one rank", ("loss.kl_coef=0.01",), ("rank", "writer")),
     Configuration("GSPO, CP 2", ("layout.cp=2", "loss.name=gspo")),
 )
 
@@ -179,7 +158,7 @@ def wait_for(process: subprocess.Popen[bytes], moment: Callable[[], Any]) -> Any
 
 
 def disturb(run: Run, kind: str, *, saving: bool, seconds: float, chance: random.Random) -> int | None:
-    """Start a run, and kill one of its processes or have the user's code fail.
+    """Start a run, and kill one of its processes.
 
     Returns:
         The launcher's exit code; None without a victim.
@@ -190,19 +169,15 @@ def disturb(run: Run, kind: str, *, saving: bool, seconds: float, chance: random
         wait_for(process, run.is_saving)
         time.sleep(chance.uniform(0.0, 0.05))
     else:
-        time.sleep(chance.uniform(0.0, seconds / 3 if kind in FAULTS else seconds))
-    fault = run.folder / "fault"
-    if kind in FAULTS:
-        fault.write_text(kind)
-        disturbed = wait_for(process, lambda: not fault.exists())
-    elif disturbed := wait_for(process, lambda: run.find_victims(kind, process.pid)):
-        chance.choice(disturbed).send_signal(signal.SIGKILL)
+        time.sleep(chance.uniform(0.0, seconds))
+    victims = wait_for(process, lambda: run.find_victims(kind, process.pid))
+    if victims:
+        chance.choice(victims).send_signal(signal.SIGKILL)
     try:
         code = process.wait(WAIT_S)
     except subprocess.TimeoutExpired:
         code = None
-    fault.unlink(missing_ok=True)
-    return code if disturbed else None
+    return code if victims else None
 
 
 def finish(run: Run, reference: dict[str, Any], tally: Tally) -> None:
@@ -247,15 +222,13 @@ def chaos(folder: Path, kills: int, seed: int) -> Tally:
             assert reference.start().wait(WAIT_S) == 0, (reference.folder / "log").read_text()
             references[of.name] = reference.outcome(), (time.monotonic() - began) / 3
         run = runs.setdefault(of.name, make_run(of, folder / f"run-{turn}"))
-        kind = of.kinds[(turn + turn // len(every)) % len(of.kinds)]
-        saving = chance.random() < 0.5 and kind not in FAULTS
+        kind = KINDS[sum(divmod(turn, len(every))) % len(KINDS)]
+        saving = chance.random() < 0.5
         code = disturb(run, kind, saving=saving, seconds=references[of.name][1], chance=chance)
         tally.wrong += run.end_processes()
         if code is not None:
             tally.kills[f"{kind}: code {code}"] += 1
             print(f"{tally.kills.total():4} of {kills}: {kind}, saving: {saving}, {of.name}: code {code}", flush=True)
-            if kind in FAULTS and (code == 0 or "talk" not in (run.folder / "log").read_text()):
-                tally.wrong.append(f"{of.name}: {kind}, code {code}, see {run.folder / 'log'}")
         if len(run.rows()) > STEPS and code in (0, None):
             finish(runs.pop(of.name), references[of.name][0], tally)
     for name, run in runs.items():

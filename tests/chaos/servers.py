@@ -8,7 +8,6 @@ undisturbed run.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -16,12 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import RunConfig
+from megatron_dppo.init import write_model
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.processes import ServerProcess, new_secret, stop_all, wait_ready
@@ -30,6 +30,7 @@ from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.prompt_sampler import PromptOrder
 from tests.chaos.kills import TALK, WAIT_S, Configuration, Run, Tally
 from tests.chaos.ledger import events, find_faults, trained
+from tests.servers.conftest import SIZES
 from tests.servers.real import FIRST_PORT, launch_settings
 
 KINDS = ("server", "rank", "judge", "launcher", "server", "worker")
@@ -115,10 +116,7 @@ class Chaos:
         self.secret, self.http = new_secret(), Http()
         self.due: list[tuple[float, Any]] = []
         """Restarts: time and process."""
-        policy = folder / "policy"
-        size = "--layers 2 --heads 4 --kv-heads 2 --hidden 64 --head-dim 32 --ffn 128 --init-std 0.2"
-        init = [sys.executable, "-m", "megatron_dppo", "init", str(policy), "--tokenizer", "arithmetic", *size.split()]
-        subprocess.run(init, check=True, capture_output=True)
+        write_model(policy := folder / "policy", **SIZES, ffn=128)
         judge_port = FIRST_PORT + 4
         (folder / "talk.py").write_text(TALK)
         (folder / "reward.py").write_text(REWARD.format(port=judge_port))
@@ -139,9 +137,9 @@ class Chaos:
             Configuration("two given servers", served),
         )
 
-    def run(self, kinds: Sequence[str], kills: int) -> None:
+    def run(self, kills: int) -> None:
         """Kill so many times, equally often of each kind, and run to the end of the last run."""
-        turns = list(islice(cycle(kinds), kills))
+        turns = list(islice(cycle(KINDS), kills))
         self.chance.shuffle(turns)
         while turns:
             folder = self.folder / f"run-{self.tally.runs}"
@@ -218,15 +216,14 @@ class Chaos:
         wrong += [f"step {row['step']} is too old" for row in rows if row["staleness/max"] > row["staleness/bound"]]
         self.tally.completions += sum(len(g) for groups in trained(ledger).values() for g in groups.values())
         self.tally.wrong += [f"{run.folder.name}: {fault}" for fault in wrong]
-        print(f"      {run.folder.name} is at its end; so far {json.dumps(vars(self.tally))}", flush=True)
         if not wrong:
             shutil.rmtree(run.folder)
 
 
-def chaos(folder: Path, kills: int, seed: int, kinds: Sequence[str] = KINDS) -> Tally:
+def chaos(folder: Path, kills: int, seed: int) -> Tally:
     everything = Chaos(folder, seed)
     try:
-        everything.run(kinds, kills)
+        everything.run(kills)
     finally:
         everything.close()
     return everything.tally
