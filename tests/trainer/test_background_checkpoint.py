@@ -21,21 +21,6 @@ from tests.steps import build, held_by, plan_for, step_of_groups
 from tests.trainer.test_checkpoint import STATE, configure, replace_run, train
 
 
-def save_and_hang(rank: int, size: int, config: Config) -> str:
-    """What is said of writers that never end."""
-    world, learner, policy = build(config)
-    checkpoints = Checkpoints(config, world)
-    metadata, groups = step_of_groups(size)
-    learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
-    checkpoints.save(policy.actor, 1, STATE)
-    for child in psutil.Process().children():
-        child.send_signal(signal.SIGSTOP)
-    with pytest.raises((CheckpointException, RuntimeError)) as raised:
-        checkpoints.finish()
-    assert latest_step(Path(config.run.dir, "checkpoints")) is None
-    return str(raised.value)
-
-
 def in_background(folder: Path, layout: LayoutConfig, **settings: Any) -> Config:
     config = configure(write_policy(folder / "policy", layers=2), folder / "run", layout, **settings)
     return replace(config, run=replace(config.run, checkpoint_in_background=True))
@@ -47,9 +32,12 @@ os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), each) for each 
 
 
 def train_while_it_is_written(
-    rank: int, size: int, config: Config, signals: int | None
+    rank: int, size: int, config: Config, stops: int, problem: str = ""
 ) -> tuple[int | None, int | None]:
-    """Save after one update, hold the writers up, update twice more; the step that counts before and after the end."""
+    """Save after one update, stop the writers, update twice more; the step that counts before and after the end.
+
+    Writers go on after the updates, unless a problem is expected.
+    """
     world, learner, policy = build(config)
     checkpoints = Checkpoints(config, world)
     metadata, groups = step_of_groups(size)
@@ -57,20 +45,19 @@ def train_while_it_is_written(
     for step in range(3):
         learner.learn(plan_for(world, config, metadata), held, step=step + 1, version=0)
         if step == 0:
-            AT_BIRTH[:] = [] if signals is None else [signals]
+            AT_BIRTH[:] = [stops]
             checkpoints.save(policy.actor, 1, STATE)
             AT_BIRTH.clear()
     folder = Path(config.run.dir, "checkpoints")
     world.wait_for_all("updates")
     before = latest_step(folder)
-    if signals == signal.SIGSTOP:
+    if problem:
+        with pytest.raises((CheckpointException, RuntimeError), match=problem):
+            checkpoints.finish()
+    else:
         assert not checkpoints.written()
         for child in psutil.Process().children():
             child.send_signal(signal.SIGCONT)
-    if signals == signal.SIGKILL:
-        with pytest.raises((CheckpointException, RuntimeError), match="was ended"):
-            checkpoints.finish()
-    else:
         checkpoints.finish()
     return before, latest_step(folder)
 
@@ -96,9 +83,10 @@ def test_background_checkpoint_has_the_state_of_its_step(
 
 def test_checkpoint_of_a_killed_writer_never_counts(ranks: RankPool, tmp_path: Path) -> None:
     config = in_background(tmp_path, LayoutConfig(tp=2, dp=1))
-    assert ranks.run(2, train_while_it_is_written, config, signal.SIGKILL) == [(None, None)] * 2
+    assert ranks.run(2, train_while_it_is_written, config, signal.SIGKILL, "was ended") == [(None, None)] * 2
 
 
 def test_hanging_writer_ends_before_the_ranks_timeout(ranks: RankPool, tmp_path: Path) -> None:
     config = in_background(tmp_path, LayoutConfig(timeout_s=3.0))
-    assert "not written within 2.7 s" in ranks.run(1, save_and_hang, config)[0]
+    problem = r"not written within 2\.7 s"
+    assert ranks.run(1, train_while_it_is_written, config, signal.SIGSTOP, problem) == [(None, None)]

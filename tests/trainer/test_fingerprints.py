@@ -33,7 +33,7 @@ ROWS: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i i
 
 
 @pytest.fixture
-def config(policy: Path, tmp_path: Path) -> Config:
+def config(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A run that has saved step 3."""
     for name in ("policy", "teacher"):
         shutil.copytree(policy, tmp_path / name)
@@ -41,13 +41,14 @@ def config(policy: Path, tmp_path: Path) -> Config:
     write(tmp_path / "more.parquet", ROWS)
     write(tmp_path / "eval.json", ROWS)
     (tmp_path / "reward.py").write_text("def reward(completions): return [0.0 for _ in completions]\n")
+    monkeypatch.chdir(tmp_path)
     settings = [
-        f"run.dir={tmp_path / 'run'}",
-        f"model.path={tmp_path / 'policy'}",
-        f"data.train=[{{path: {tmp_path / 'train.jsonl'}}}, {{path: {tmp_path / 'more.parquet'}}}]",
-        f"data.eval={{held out: {tmp_path / 'eval.json'}}}",
-        f"reward.function={tmp_path / 'reward.py'}:reward",
-        f"loss.distillation.teacher={tmp_path / 'teacher'}",
+        "run.dir=run",
+        "model.path=policy",
+        "data.train=[{path: train.jsonl}, {path: more.parquet}]",
+        "data.eval={held out: eval.json}",
+        "reward.function=reward.py:reward",
+        "loss.distillation.teacher=teacher",
     ]
     config = load_config(None, settings)
     save(config, tmp_path / "run")
