@@ -7,8 +7,6 @@
 - Commands that must run without torch are to be run by ``subprocess``.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import runpy

@@ -6,8 +6,6 @@
 | ``REWARD``, ``REWARD_TIMEOUT_S`` | ``workers``, ``fresh_workers`` | ``math``, 20 |
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Damage of files: the list for the tests of every reader."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from collections.abc import Callable

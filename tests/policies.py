@@ -1,7 +1,5 @@
 """Small random directories for tests: Qwen3's as transformers writes them, and those of any family as ``init`` does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ def claim(rank, size, argument): ...      # a module-level function; the process
 results = ranks.run(4, claim, argument)   # one return value per rank; an exception on any rank fails the test
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

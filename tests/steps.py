@@ -1,7 +1,5 @@
 """Made-up training steps for tests that train a real policy on real ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence

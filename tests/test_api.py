@@ -1,7 +1,5 @@
 """A run from Python: ranks are processes of their own, and the calling process receives every step."""
 
-from __future__ import annotations
-
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -148,10 +146,6 @@ def test_settings_are_given_section_by_section(tmp_path: Path) -> None:
     config = load_config(file, run={"dir": tmp_path}, pruning={"completions": {"rule": "top_k"}})
     assert config.run == RunConfig(steps=3, dir=str(tmp_path))
     assert (config.pruning.completions.keep, config.pruning.completions.rule) == (0.9, "top_k")
-    tasks = {"leg_counting": {"max_animals": 3}}
-    config = load_config(data={"reasoning_gym": {"tasks": tasks}, "eval": {"held out": tmp_path / "b.jsonl"}})
-    assert config.data.reasoning_gym.tasks == tasks, "a setting may be a mapping itself"
-    assert config.data.eval == {"held out": str(tmp_path / "b.jsonl")}
     for wrong in ({5: "YAML reads a number as this name"}, {"stepz": 3}):
         with pytest.raises(UserError, match="there is no such setting"):
             load_config(run=wrong)

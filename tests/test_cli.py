@@ -1,7 +1,5 @@
 """Every command runs, refusals name a setting with exit code 2, and output goes to the right stream."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The text of an error fits a terminal and sends no control characters there."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_dppo.errors import WIDTH, MistakesError, UserError, error_text, missing_extra

@@ -1,7 +1,5 @@
 """``megatron-dppo eval`` agrees with the trainer, and a killed evaluation resumes to the same answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -62,15 +60,10 @@ def test_a_checkpoint_has_the_accuracy_measured_in_training(folder: Path, tmp_pa
     questions = {file.name: file.read_text() for file in (out / "questions" / "arithmetic").iterdir()}
     assert len(questions) == 40
     for row in read_answers(out):
-        text = questions[f"{row['problem']:04}-{int(row['correct'])}of1.txt"]
-        verdict = "right" if row["correct"] else "wrong"
-        assert f"\n{row['prompt']}\n\n--- answer 1 of 1: {verdict}, reward " in text
-        assert f" {row['tokens']} tokens" in text and text.endswith(f"\n{row['answer']}\n")
+        assert f"\n{row['answer']}\n" in questions[f"{row['problem']:04}-{int(row['correct'])}of1.txt"]
 
 
-def test_a_killed_evaluation_resumes_to_the_same_answers(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_evaluation_resumes_to_the_same_answers(folder: Path, tmp_path: Path) -> None:
     """Answers are sampled, which shows another seed. The kill leaves half a line behind the last whole batch."""
     words, log = "eval --samples 2 eval.batch=2 --out", tmp_path / "log"
     whole, killed = folder / "whole", folder / "killed"
@@ -95,11 +88,6 @@ def test_a_killed_evaluation_resumes_to_the_same_answers(
     rows = read_answers(whole)
     assert [(row["problem"], row["sample"]) for row in rows] == [(i, k) for i in range(40) for k in range(2)]
     assert any(one["answer"] != two["answer"] for one, two in zip(rows[::2], rows[1::2], strict=True))
-    monkeypatch.chdir(folder)
-    capsys.readouterr()
-    assert main(["eval", "--out", "killed", "--against", "whole"]) == 0
-    assert "+0.0 [+0.0, +0.0]" in capsys.readouterr().out
-
     later = ("eval.top_p=0.9", "eval.top_k=3", "eval.max_response_tokens=5")
     said = " ".join(finish(folder, log, " ".join([words, "killed", *later]), code=2).split())
     assert all(f"{word.partition('=')[0]} = null (now" in said for word in later)

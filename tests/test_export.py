@@ -1,7 +1,5 @@
 """An export is whole, its card reports the run's results, and holds nothing of the machine."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

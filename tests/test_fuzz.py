@@ -4,8 +4,6 @@
 and repeated by ``FUZZ_SEED=NUMBER FUZZ_CASES=1``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -30,8 +28,8 @@ CASES, FIRST = int(os.environ.get("FUZZ_CASES", "100")), int(os.environ.get("FUZ
 LIMIT_S = 20
 """For one case; most take a hundredth of a second."""
 VALUES = (
-    "", "null", "true", "yes", "0", "-1", "1e308", "-1e308", ".inf", ".nan", "18446744073709551616", "9" * 400, "010",
-    "1:30", "2001-01-01", "2001-12-14t21:59:43.10-05:00", "[]", "[1,2]", "[[[]]]", "{}", "{a: 1}", "{1: 2}", "a\\nb",
+    "", "null", "yes", "-1", "1e308", "-1e308", ".inf", ".nan", "18446744073709551616", "9" * 400, "010",
+    "1:30", "2001-01-01", "2001-12-14t21:59:43.10-05:00", "[]", "[[[]]]", "{}", "{1: 2}", "a\\nb",
     "\\0", "é", "\ud83d", "../..", "/dev/null", "/", "~", "a" * 5000, "!!python/object/apply:os.system [touch RAN]",
     "&a [*a]", "*a", "---", "? x", "%s", "${HOME}", "$(touch RAN)", "{{1}}", "http://[::1", "slurm", "[a: b", "'",
 )  # fmt: skip

@@ -1,7 +1,5 @@
 """A fresh policy is loaded by stock transformers, and is whole or absent."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -70,19 +68,8 @@ def test_every_character_of_a_sum_is_one_token(policy: Path) -> None:
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text) and tokenizer.decode(ids) == text
     assert len(tokenizer) == 48 == read(policy, "config.json")["vocab_size"]
+    assert read(policy, "generation_config.json")["eos_token_id"] == tokenizer.eos_token_id
     assert tokenizer.decode(tokenizer("1é")["input_ids"]) == "1" + 2 * "<|unknown|>", "never dropped in silence"
-
-
-def test_the_chat_template_is_chatml_and_ends_a_turn(policy: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    chat = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2"}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    assert text == "<|im_start|>system\nadd<|im_end|>\n<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    closed = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "3"}], tokenize=False)
-    assert closed == text + "3<|im_end|>\n"
-    ends = read(policy, "generation_config.json")
-    assert tokenizer.eos_token == "<|im_end|>" and ends["eos_token_id"] == tokenizer.eos_token_id
 
 
 def test_bpe_is_trained_on_the_corpus_to_its_size(tmp_path: Path) -> None:

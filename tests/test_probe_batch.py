@@ -1,7 +1,5 @@
 """``probe-batch``: its formulas on known gradients and seconds, and the command on a policy of random weights."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

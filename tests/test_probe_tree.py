@@ -1,7 +1,5 @@
 """``probe-tree`` on policies of random weights, whose rewards are decided at one place."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

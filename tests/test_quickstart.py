@@ -1,7 +1,5 @@
 """The examples are copied whole or not at all, and the quickstart repeats no finished part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

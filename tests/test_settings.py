@@ -1,7 +1,5 @@
 """A file and overrides become a configuration, or one message that names the setting."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -26,7 +24,6 @@ VALUES = {
     "run.profile=[010, 3]": (10, 3),
     "run.export=True": True,
     "layout.dp=null": None,
-    "run.dir=2024": "2024",
     "data.label_key=yes": "yes",
     "data.system='a: b # c'": "a: b # c",
     "rollout.servers=[http://a:1,http://b:2]": ("http://a:1", "http://b:2"),
@@ -35,7 +32,6 @@ VALUES = {
     "rollout.launch.flags=[--tp-size, 2, --yes, yes]": ("--tp-size", "2", "--yes", "yes"),
     "rollout.launch.env=[A=1,BIND=0|1,C=]": ("A=1", "BIND=0|1", "C="),
     "rollout.tree.branches=[{entropy: 2}]": (BranchConfig(entropy=2.0),),
-    "rollout.launch.tp=[1,2]": (1, 2),
     "data.eval={aime24: a.jsonl, amc23: 2023.jsonl}": {"aime24": "a.jsonl", "amc23": "2023.jsonl"},
 }
 WORDS = [

@@ -1,7 +1,5 @@
 """Waits of tests for other processes and threads."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The conversion commands as tests call them, and readers of what they write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Small directories of every family, written and read by transformers, with a tokenizer and a chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial

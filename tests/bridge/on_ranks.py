@@ -1,7 +1,5 @@
 """Functions of ranks: load a policy into a layout, and stream the policy back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

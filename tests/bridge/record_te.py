@@ -3,8 +3,6 @@
 No GPU is needed: the layers are made, and written to a checkpoint, but never run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The checkpoint that a setting names, and the checksums of a checkpoint's files."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

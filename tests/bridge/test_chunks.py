@@ -1,7 +1,5 @@
 """Matrices from rectangles in files: equal wherever they are cut, with one buffer of rows in memory at a time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from math import prod

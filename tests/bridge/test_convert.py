@@ -1,7 +1,5 @@
 """Weights between both forms: casts, and ``--verify``, which finds changed bits and models of other logits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

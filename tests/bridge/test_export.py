@@ -1,7 +1,5 @@
 """An export loads with stock transformers, and is there whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path

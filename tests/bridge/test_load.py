@@ -1,7 +1,5 @@
 """Weights of a Megatron checkpoint as the initial policy, in any layout and precision; and models of another shape."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tables against Megatron's own layout, written out by hand, and back. No processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Directories that differ from their config.json: refused in one sentence, before any rank starts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

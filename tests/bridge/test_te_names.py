@@ -3,8 +3,6 @@
 With Transformer Engine installed, the recording is made again.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from pathlib import Path
@@ -18,10 +16,6 @@ from tests.bridge.record_te import POLICIES, RECORDING, TPS, layout_of, names, r
 from tests.ranks import RankPool
 
 RECORDED: dict[str, Any] = json.loads(RECORDING.read_text())
-needs_transformer_engine = pytest.mark.skipif(
-    not transformer_engine_installed(),
-    reason="Transformer Engine is not installed; its names are known from a recording",
-)
 
 
 @pytest.mark.parametrize("tp", TPS)
@@ -43,7 +37,7 @@ def test_a_checkpoint_of_torch_layers_has_te_keys_and_shapes(ranks: RankPool, tm
     assert [found.checkpoint for found in chain.from_iterable(ranks.in_turn(2, *calls))] == [recorded] * 4
 
 
-@needs_transformer_engine
+@pytest.mark.skipif(not transformer_engine_installed(), reason="needs Transformer Engine")
 @pytest.mark.parametrize("family", POLICIES)
 def test_transformer_engine_still_has_the_recorded_names(ranks: RankPool, family: str) -> None:
     assert record(ranks, POLICIES[family]) == RECORDED[family]

@@ -1,7 +1,5 @@
 """A converted checkpoint is torch's own distributed checkpoint, under the keys and shapes of the mapping."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every file in configs/ is a configuration; files of published models fit the machines that they name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Each row of the table of exclusions refuses the smallest configuration that meets its terms, and nothing smaller."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

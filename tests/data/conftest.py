@@ -1,7 +1,5 @@
 """Tokenizers of a small policy, and files of rows that are loaded with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Generated problems: distinct, held out, functions of their settings, and scored by their own verifiers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

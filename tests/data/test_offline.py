@@ -1,7 +1,5 @@
 """Files of another policy's rollouts: groups by rank, texts and tokens, and rows that cannot be trained on."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts and worked answers are those of the file, in the policy's chat template."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 A prompt or label that its author did not write never comes out of a file, and no other exception.
 """
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json

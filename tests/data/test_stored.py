@@ -1,7 +1,5 @@
 """Rows of a large file are stored once with their tokens, and equal the rows in memory."""
 
-from __future__ import annotations
-
 import datetime
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """The tokenizer, its stop tokens and its chat template are those of the policy's own files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 No token of the policy changes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

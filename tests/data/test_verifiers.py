@@ -1,7 +1,5 @@
 """Environments of verifiers: their problems, conversations with the policy, and scores by their rubrics."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import signal

@@ -1,7 +1,5 @@
 """A run of the quickstart that is made once, and small, for pages that begin where the quickstart ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the documentation shows: commands to type, files to write, changes to apply."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ class Command:
 def text_of(document: str) -> str:
     """The text of a document, or of one of its :func:`sections`."""
     name, _, section = document.partition("#")
-    text = (ROOT / name).read_text(encoding="utf-8")
+    text = (ROOT / name).read_text()
     return re.split(r"^(?=## )", text, flags=re.MULTILINE)[int(section)] if section else text
 
 

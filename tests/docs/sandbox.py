@@ -1,7 +1,5 @@
 """A folder that looks like the checkout of somebody who follows a page, with the files that the page has them write."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,17 +1,17 @@
 """The page on the architecture follows a prompt to its gradient as the code does."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
 import subprocess
 import sys
 
+import pytest
+
 from tests.docs.documents import ROOT
 
 PAGE = ROOT / "docs/architecture.md"
-WALK = PAGE.read_text(encoding="utf-8").partition("## One prompt on its way to its gradient")[2].partition("\n## ")[0]
+WALK = PAGE.read_text().partition("## One prompt on its way to its gradient")[2].partition("\n## ")[0]
 
 
 def test_the_session_of_one_prompt_is_what_the_code_answers() -> None:
@@ -21,7 +21,8 @@ def test_the_session_of_one_prompt_is_what_the_code_answers() -> None:
     assert WALK.count(">>> ") > 30
 
 
-def test_page_names_exactly_the_types_on_a_prompts_way() -> None:
+def test_page_names_exactly_the_types_on_a_prompts_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     house = runpy.run_path(str(ROOT / "benchmarks/house.py"))
     on_the_way = {name.rpartition(".")[2] for name in house["types_on_the_way"](ROOT)}
     assert set(re.findall(r"`(_?[A-Z][A-Za-z]*[a-z][A-Za-z]*)`", WALK)) == on_the_way

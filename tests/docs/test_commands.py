@@ -1,7 +1,5 @@
 """Every command that the documentation shows is run, one page after the other, as its readers would."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

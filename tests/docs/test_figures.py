@@ -1,7 +1,5 @@
 """Figures on pages are those of the stored measurements and of the planner, and each stored figure has its origin."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -23,7 +21,7 @@ MEASURED, ADVICE, RUNS, README = "docs/pruning_measured.md", "docs/pruning.md", 
 
 def read_figures(script: str) -> list[dict[str, Any]]:
     """Return the figures of each recorded command of a script."""
-    stored = json.loads((FIGURES["RESULTS"] / f"{script}.json").read_text(encoding="utf-8"))
+    stored = json.loads((FIGURES["RESULTS"] / f"{script}.json").read_text())
     return [command["figures"] for command in stored.values()]
 
 
@@ -148,7 +146,7 @@ def test_each_result_of_the_readme_stands_on_its_page() -> None:
 
 @pytest.mark.parametrize("file", [pytest.param(file, id=file.name) for file in FIGURES["pages"]()])
 def test_tables_of_a_page_equal_the_stored_figures(file: Path) -> None:
-    text = file.read_text(encoding="utf-8")
+    text = file.read_text()
     assert text == FIGURES["with_tables"](text)
 
 
@@ -159,7 +157,7 @@ def test_every_table_is_shown() -> None:
 
 @pytest.mark.parametrize("file", [pytest.param(file, id=file.name) for file in FIGURES["RESULTS"].glob("*.json")])
 def test_every_stored_figure_has_its_origin(file: Path) -> None:
-    for command, stored in json.loads(file.read_text(encoding="utf-8")).items():
+    for command, stored in json.loads(file.read_text()).items():
         assert stored.keys() == {"commit", "date", "processor", "figures"}, command
         assert file.name == "earlier.json" or command.split()[0] == f"{file.stem}.py"
     assert file.name == "earlier.json" or (ROOT / "benchmarks" / f"{file.stem}.py").is_file()

@@ -1,7 +1,5 @@
 """The README's script in a notebook: a kernel of its own starts ranks, and hears of every step."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

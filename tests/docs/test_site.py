@@ -1,7 +1,5 @@
 """Pages and site: links, names of files, settings and metrics exist, and the site builds without a warning."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy
@@ -32,26 +30,26 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _anchors(site: Path, page: str) -> set[str]:
-    html = (site / page).with_suffix(".html").read_text(encoding="utf-8")
+    html = (site / page).with_suffix(".html").read_text()
     return {unescape(name) for name in re.findall(r'\bid="([^"]+)"', html)}
 
 
 def test_site_builds_and_shows_every_setting(site: Path) -> None:
     assert settings().keys() <= _anchors(site, "settings")
     assert [setting.key for setting in settings().values() if not setting.meaning] == []
-    assert "MISSING" not in (site / "settings.html").read_text(encoding="utf-8")
+    assert "MISSING" not in (site / "settings.html").read_text()
 
 
 @pytest.mark.parametrize("name", ["settings", "command"])
 def test_reference_page_equals_the_code(name: str) -> None:
     run = runpy.run_path(str(ROOT / f"tools/site/{name}_page.py"))
-    current = run["PAGE"].read_text(encoding="utf-8") == run[f"{name}_page"]()
+    current = run["PAGE"].read_text() == run[f"{name}_page"]()
     assert current, f"the code has changed since python tools/site/{name}_page.py wrote {run['PAGE'].name}"
 
 
 def test_pages_request_nothing_from_other_hosts(site: Path) -> None:
     asked = re.compile(r"<(?:script|img|iframe|source)[^>]+src=\"?(?:https?:)?//|<link[^>]+href=\"?(?:https?:)?//")
-    assert {page.name for page in site.rglob("*.html") if asked.search(page.read_text(encoding="utf-8"))} == set()
+    assert {page.name for page in site.rglob("*.html") if asked.search(page.read_text())} == set()
 
 
 @pytest.mark.parametrize("document", [page for page in PAGES if not page.startswith("docs/")])

@@ -4,8 +4,6 @@ A command is typed as it stands, in a folder that looks like the checkout. What 
 made smaller by settings at its end; words that name what only a reader has, a server's address perhaps, are replaced.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -278,4 +276,4 @@ def typed_in(suite: str) -> dict[str, list[str]]:
 
 def is_run_elsewhere(way: Way) -> bool:
     file, words = way.by
-    return words in (ROOT / file).read_text(encoding="utf-8")
+    return words in (ROOT / file).read_text()

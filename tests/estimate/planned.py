@@ -1,7 +1,5 @@
 """Plans of the published configurations, in layouts that tests count by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_dppo.config import Config

@@ -1,7 +1,5 @@
 """The memory model counts what real ranks hold: to the byte where it is exact, but for padding; else within a tenth."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,6 @@ LAYOUTS = {
     "tp2": LayoutConfig(tp=2, dp=1),
     "tp2 sp": LayoutConfig(tp=2, dp=1, sequence_parallel=True),
     "dp2": LayoutConfig(dp=2),
-    "pp2": LayoutConfig(pp=2, dp=1),
     **MIXTURES,
 }
 EAGER = Saved(norms=6, queries=6, keys=4, feed_forward=5, copies=2)
@@ -126,7 +123,6 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 STATES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("dense", "tp2", {"dtype": "fp32"}),
     ("dense", "dp2", {"dtype": "bf16"}),
-    ("dense", "pp2", {"dtype": "bf16"}),
     *(("experts", name, {"dtype": "bf16"}) for name in MIXTURES),
     ("experts", "pp2 ep2", {"dtype": "bf16", "lora": LoraConfig(rank=16)}),
 )

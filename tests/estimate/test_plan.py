@@ -1,7 +1,5 @@
 """What a plan says of sizes, work and money holds together; what it proposes, helps."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -253,7 +251,6 @@ def test_cost_is_seconds_times_gpus_times_price() -> None:
     made = plan("cluster.price_per_gpu_hour=2.5", "run.steps=300")
     assert made.cost.gpu_hours == pytest.approx(made.pruned.seconds * 300 * 64 / 3600)
     assert made.cost.money == pytest.approx(2.5 * made.cost.gpu_hours)
-    assert f"they cost {made.cost.money:,.0f}, " in "\n".join(as_text(made))
     assert plan().cost.money is None
 
 

@@ -1,7 +1,5 @@
 """Planned seconds: pipelines, and what pruning is worth beside a smaller batch of equal noise."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -35,7 +33,7 @@ ARMS = {
 
 
 def test_variances_equal_the_measured_ones() -> None:
-    stored = json.loads((ROOT / "benchmarks" / "results" / "efficiency.json").read_text(encoding="utf-8"))
+    stored = json.loads((ROOT / "benchmarks" / "results" / "efficiency.json").read_text())
     stages = [stage for found in stored.values() for stage in found["figures"]["stages"]]
     measured = {keep: [stage["arms"][arm]["variance"] for stage in stages] for keep, arm in ARMS.items()}
     expected = {keep: (round(min(of_all), 2), round(max(of_all), 2)) for keep, of_all in measured.items()}

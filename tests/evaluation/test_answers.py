@@ -1,7 +1,5 @@
 """Whole batches of a killed evaluation stay, and the rest is answered again."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

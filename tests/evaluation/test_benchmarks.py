@@ -1,7 +1,5 @@
 """Benchmarks load by declaration with the right number of problems and their answers, or say what is missing."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Accuracy is that of scored answers, every problem has its own verifier, and the most frequent answer wins."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Scores are those of brute force, their intervals hold the truth, and comparisons are of shared problems."""
 
-from __future__ import annotations
-
 import json
 from itertools import combinations
 from typing import Any

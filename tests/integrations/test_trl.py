@@ -245,7 +245,7 @@ def test_two_ranks_have_the_gradient_of_trl_on_two_ranks(policy, tmp_path):
 
 
 def test_program_of_the_page_trains(policy, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "recipes" / "other_trainers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "recipes" / "other_trainers.md").read_text()
     program = page.split('title="grpo.py"\n')[1].split("```")[0]
     assert "python grpo.py" in page
     small = "max_steps=2, max_completion_length=8"

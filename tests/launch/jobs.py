@@ -1,7 +1,5 @@
 """What the launcher's tests have ranks do: functions of a Config, named as ``tests.launch.jobs:name``."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

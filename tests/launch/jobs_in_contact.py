@@ -1,7 +1,5 @@
 """Jobs whose ranks are in real exchanges when one of them is ended by a signal, for the launcher's tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """A node or a link that is out of order is named before a run starts, by real processes over gloo."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Sequence

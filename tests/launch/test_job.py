@@ -1,7 +1,5 @@
 """``launch --dry-run`` prints a script that runs unchanged; Slurm judges scripts in tests/slurm/test_nemo_run.py."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

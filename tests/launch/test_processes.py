@@ -1,7 +1,5 @@
 """Of several failing ranks one message is seen, and its cause decides the exit code."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

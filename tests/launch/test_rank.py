@@ -1,7 +1,5 @@
 """A run of one rank reports an early end, and NCCL's environment is that of the servers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

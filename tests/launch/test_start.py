@@ -1,7 +1,5 @@
 """Ranks start together, end together, and have one exit code; ranks of torchrun or srun find their places."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Settings of the actor that must change no bit: overlapped sums, released memory, a reference on the host."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A pack over context-parallel ranks: the chunks of each rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Choice of a layer specification."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Scaled rotary positions and default sizes of Llama and Mistral."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,9 @@ from tests.policies import SCALED, write_family
 
 
 def test_scaling_under_its_older_name_is_the_same(tmp_path: Path) -> None:
-    kinds = ("rope_type", "type")
     new, old = (
         read_shape(write_family(tmp_path / kind, "LlamaForCausalLM", rope_scaling={kind: "llama3", **SCALED}))
-        for kind in kinds
+        for kind in ("rope_type", "type")
     )
     assert new == old and new.rope_scaling is not None
 

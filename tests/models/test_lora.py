@@ -1,7 +1,5 @@
 """Adapters (model.lora): law 1 holds of the merged weights; the base stays as it is, and is the KL's reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import zlib
@@ -75,8 +73,7 @@ def learned(rank: int, size: int, config: Config) -> tuple[dict[str, float], Wei
     before = weights_of(policy, world)
     metrics = learner.learn(plan_for(world, config, metadata), held_by(rank, metadata, groups), step=1, version=0)
     frozen = all(torch.equal(base[entry], now) for entry, now in bind(policy.actor.chunks, world).items())
-    after = weights_of(policy, world)
-    return metrics, before if rank == 0 else {}, after if rank == 0 else {}, frozen
+    return metrics, before, weights_of(policy, world), frozen
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Clipping by the norm of all gradients, and Adam's state: on the host between steps, and loaded in place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Pinned memory has the bytes that were asked for, and forks have it only if they shall read it."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import os

@@ -1,7 +1,5 @@
 """A pass over a pack: packs without responses, messages of stages, padding among experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The policy head against whole logits in fp64, and where Megatron's DDP gets its gradient: in an fp32 buffer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

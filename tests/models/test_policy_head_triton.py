@@ -1,7 +1,5 @@
 """The Triton kernels of the policy head, run by Triton's interpreter, against torch's operators and against fp64."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

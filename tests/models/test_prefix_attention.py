@@ -1,7 +1,5 @@
 """Attention along paths, against one softmax under the mask of the whole tree."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tables of published models against transformers, without memory for a weight."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Qwen3.5: types of weights, vision towers beside the policy, two forms of experts, and refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -93,7 +91,6 @@ def test_both_forms_of_experts_are_one_policy(tmp_path: Path) -> None:
     experts = load_file(policy / "model.safetensors")["model.layers.2.mlp.experts.gate_up_proj"]
     for projection, half in zip(("gate_proj", "up_proj"), experts[3].chunk(2), strict=True):
         assert torch.equal(found[f"model.layers.2.mlp.experts.3.{projection}.weight"], half)
-    assert same(policy_tensors(apart), found)
     for source in (policy, apart):
         assert to_megatron(source, tmp_path / f"megatron-{source.name}", "--verify", "tensors") == 0
     of_each = [contents(tmp_path / f"megatron-{name}/release") for name in ("policy", "apart")]

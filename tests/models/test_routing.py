@@ -1,7 +1,5 @@
 """One router that replays, and the load of experts; ``laws/test_routing_replay.py`` replays whole policies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shapes read from a config.json, refused models, and layouts that a shape allows."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

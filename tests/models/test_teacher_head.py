@@ -1,7 +1,5 @@
 """The divergence from a teacher against whole logits in fp64."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

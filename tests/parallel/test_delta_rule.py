@@ -1,7 +1,5 @@
 """The gated delta rule over packs equals transformers' on each segment alone, backward pass included."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Tokens move once: every rank gets the rows of its replica's packs, whoever generated them."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from megatron.core.transformer.transformer_block import get_num_layers_to_build

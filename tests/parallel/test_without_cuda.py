@@ -1,7 +1,5 @@
 """Patches that run Megatron on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A slow rank is named; the default group is bound to no device."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files and directories appear whole or not at all, and a folder has one writer at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A run outlives the readers of its log, writes ASCII to terminals of ASCII, and reports its progress."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Stand-ins for the programs that the scripts call write down their arguments.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The policy and the problems of ``scripts/quickstart.sh --policy smollm2``."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
