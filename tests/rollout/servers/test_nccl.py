@@ -27,8 +27,9 @@ SGLANG = f"{sys.executable} -m sglang.launch_server"
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """Environment of an interpreter with a torch for CUDA."""
+    """Environment of an interpreter with a torch for CUDA, which prints a greeting as it starts."""
     (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "sitecustomize.py").write_text("print('welcome to node 7')")
     return os.environ | {"PYTHONPATH": str(tmp_path)}
 
 
