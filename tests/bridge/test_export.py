@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.bridge.export import check_destination, export_hf
+from megatron_dppo.bridge.export import check_destination, export_hf, write_directory
+from megatron_dppo.bridge.hf_directory import plan_files
 from megatron_dppo.bridge.safetensors_files import INDEX
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
@@ -83,3 +84,13 @@ def test_an_impossible_destination_is_refused_beforehand(tmp_path: Path) -> None
         with pytest.raises(UserError, match=problem) as caught:
             check_destination(tmp_path, out, size)
         assert caught.value.setting == "run.dir"
+
+
+def test_a_failing_writer_takes_the_stream_to_its_end(tmp_path: Path) -> None:
+    """Other ranks take part in the stream, and would wait."""
+    shape = write_qwen3(tmp_path / "source", Sizes())
+    (tmp_path / "file").touch()
+    buckets = iter([{}, {}, {}])
+    plan = plan_files(shape, torch.float32)
+    assert isinstance(write_directory(buckets, plan, tmp_path / "source", tmp_path / "file" / "hf"), OSError)
+    assert not [*buckets]

@@ -1,7 +1,5 @@
 """The weight stream's promises: bounded buckets, overlap, memory, and only those exchanges that a consumer needs."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from itertools import chain
@@ -19,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_dppo.bridge.mapping import expected_tensors
-from megatron_dppo.bridge.stream import Consumers, weight_stream
+from megatron_dppo.bridge.stream import Consumers, plan_buckets, weight_stream
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.policy import PolicyModel
+from megatron_dppo.models.shape import read_shape
 from tests.bridge.directories import Sizes, write_qwen3
 from tests.bridge.on_ranks import assert_complete, loaded_policy, stream_back
+from tests.policies import write_family
 from tests.ranks import RankPool
 
 TP2_PP2 = LayoutConfig(tp=2, pp=2, sequence_parallel=True)
@@ -142,3 +142,11 @@ def test_a_stream_takes_two_buckets(ranks: RankPool, tmp_path: Path, vocabulary:
                 assert 1 < most[to] <= 2 + larger
             else:
                 assert most[to] <= (1 + larger) / 2
+
+
+def test_tensors_kept_in_fp32_share_no_bucket_with_bf16(tmp_path: Path) -> None:
+    """Qwen3.5 keeps some parameters of its delta networks in fp32, and a bucket has one type."""
+    write_family(tmp_path, "Qwen3_5ForCausalLM")
+    shape = read_shape(tmp_path)
+    buckets = plan_buckets(shape, [0], LayoutConfig(), most_bytes=1 << 40, dtype=torch.bfloat16)
+    assert [{item.entry.mapping.exact for item in bucket} for bucket in buckets] == [{False}, {True}]
