@@ -128,7 +128,7 @@ def test_layer_keeps_the_planned_activations(name: str, words: tuple[str, ...], 
     words += ("model.recompute=none", "pack.max_tokens=4096", "rollout.max_response_tokens=3000")
     one, other = (rehearse(write_shape(tmp_path, name, n), *words)["memory"]["activations"] for n in (few, many))
     planned = other["planned"] - one["planned"]
-    assert 0.95 * planned <= other["rehearsed"] - one["rehearsed"] <= planned
+    assert 0.95 * planned <= other["rehearsed"] - one["rehearsed"] <= 1.02 * planned
 
 
 @whole_matrix
