@@ -207,7 +207,8 @@ class Trainer:
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
         metrics = staleness(rollouts.metadata, self.version, bound=self.config.rollout.ahead)
         learned = self.learner.learn(plan, rollouts.held, self.step, version=self.version)
-        self.guard.trained(updated=plan.updates, reward=rollouts.metrics["rollout/raw_reward"])
+        has_gradient = learned.get("train/grad_norm", 0.0) > 0.0
+        self.guard.trained(updated=has_gradient, reward=rollouts.metrics["rollout/raw_reward"])
         if plan.updates or colocated:  # an engine that gave its memory back has no weights left
             with self.timers("update_weights"):
                 self.sync(self.version + plan.updates)  # one step's update is one version: the bound counts them
