@@ -14,13 +14,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MistakesError, UserError, error_text, missing_extra
 from megatron_dppo.evaluation.options import MODEL, add_eval_arguments, eval_settings, model_settings
 from megatron_dppo.process.files import too_few_files
+from megatron_dppo.process.guard import run_guarded
+from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import speak_plainly, tell
 from megatron_dppo.settings import as_yaml, load_whole, nearest
 
@@ -106,6 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         tell(error_text(too_few_files(error)))
         return 2
+
+
+def entry() -> NoReturn:
+    """Run the command of this process's arguments, and end with its exit code."""
+    if MARKER in os.environ:  # whoever starts ranks looks for the marks of all of them
+        sys.exit(main())
+    run_guarded(main)
 
 
 def _run(arguments: Sequence[str]) -> int:

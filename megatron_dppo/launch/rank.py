@@ -22,11 +22,11 @@ from typing import NoReturn
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError, error_text
-from megatron_dppo.launch.processes import MARKER, FirstFailure, marker_for
+from megatron_dppo.launch.processes import FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
 from megatron_dppo.process import lifetime
 from megatron_dppo.process.files import too_few_files
-from megatron_dppo.process.lifetime import die_with
+from megatron_dppo.process.lifetime import MARKER, die_with
 from megatron_dppo.process.streams import outlive_readers, quieten, tell
 from megatron_dppo.rollout.servers.launch import rank_environment
 from megatron_dppo.settings import load_config
@@ -81,6 +81,8 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
         raise
     except BaseException as error:  # torch's errors of distributed checkpoints, and SystemExit, are no Exceptions
         code = _report(config, error, failure)
+    if code == 0 and MARKER in os.environ:
+        failure.note_end(int(os.environ["RANK"]))
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:

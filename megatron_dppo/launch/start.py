@@ -17,11 +17,12 @@ from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.errors import MistakesError, UserError
-from megatron_dppo.launch.processes import MARKER, FirstFailure, run_ranks
+from megatron_dppo.launch.processes import FirstFailure, run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, obey_launcher, rank_main, set_environment
 from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
 from megatron_dppo.process.files import open_more_files, refuse_if_held
+from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import outlive_readers, tell
 from megatron_dppo.rollout.servers.launch import gpus_to_reserve
 from megatron_dppo.settings import as_yaml

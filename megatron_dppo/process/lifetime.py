@@ -125,6 +125,10 @@ def _ask_to_end(server: subprocess.Popen[bytes], awaited: set[signal.Signals]) -
         signal.sigtimedwait(awaited, min(left, LOOK_S))
 
 
+MARKER = "MEGATRON_DPPO_FAILURE"
+"""Environment variable with the path of the marker that whoever starts several ranks chose for them: the first that
+fails writes there why, and beside it each leaves a mark when its job has ended well."""
+
 SAVED = 75
 """Exit code of a run that has saved its state and is to be started again (EX_TEMPFAIL of sysexits.h)."""
 

@@ -225,7 +225,11 @@ wait "$actors"
 code=$?
 # Saved it has, though a rank was killed on its way out.
 [ ! -s "$MEGATRON_DPPO_FAILURE" ] || [ "$(head -n 1 "$MEGATRON_DPPO_FAILURE")" != 75 ] || code=75
-rm -f "$MEGATRON_DPPO_FAILURE"
+if [ $code = 0 ] && [ ! -e "$MEGATRON_DPPO_FAILURE.end-0" ]; then
+    say "actors: rank 0 ended with exit code 0 before its job had ended: code that it calls ended the process"
+    code=1
+fi
+rm -f "$MEGATRON_DPPO_FAILURE" "$MEGATRON_DPPO_FAILURE".end-*
 say "actors: ended with exit code $code"
 stop_servers
 case $code in
