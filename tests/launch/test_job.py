@@ -65,6 +65,7 @@ SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 exec "$@"
 case "$*" in
 *--check*) echo "run: 0 of 1 steps are done" ;;
 *megatron_dppo.launch.health*) echo "health of nodes"; exit "${HEALTH:-0}" ;;
+*) [ -n "${CUT_SHORT:-}" ] || touch "$MEGATRON_DPPO_FAILURE.end-0" ;;
 esac
 echo "greeting: ${GREETING:-none}"
 """,
@@ -160,6 +161,11 @@ def test_a_container_mounts_folders_outside_of_the_checkout(
     node.run_job(CONTAINER=image)
     step = node.read_steps()[-1]
     assert str(tmp_path / "home") not in step and step.endswith(" train run.yaml --check 1")
+
+
+def test_ranks_that_end_before_their_job_fail_it(node: Node) -> None:
+    code, log = node.run_job(CUT_SHORT="1")
+    assert code == 1 and "rank 0 ended with exit code 0 before its job had ended" in log, log
 
 
 def test_the_nodes_health_is_checked_before_anything_starts(node: Node) -> None:

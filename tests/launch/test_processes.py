@@ -67,3 +67,13 @@ def test_ranks_end_with_a_failing_callback(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         run_ranks([sys.executable, "-c", code], {}, 2, FirstFailure(tmp_path / "failure"), fail_once_ranks_run)
     assert not [process.name for process in tmp_path.iterdir() if Path("/proc", process.name).exists()]
+
+
+@pytest.mark.parametrize("ended", [(0, 1), (0,)])
+def test_ranks_are_well_if_each_noted_its_end(ended: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failure = FirstFailure(tmp_path / "failure")
+    for rank in ended:
+        failure.note_end(rank)
+    code = run_ranks([sys.executable, "-c", ""], {}, 2, failure)
+    assert code == (0 if len(ended) == 2 else 1)
+    assert ("rank 1 ended with exit code 0 before its job" in capsys.readouterr().err) == bool(code)

@@ -42,9 +42,9 @@ def test_end_below_python_is_no_success(body: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_command_ends_with_its_guard(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(f"open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\\\n'); time.sleep(600)")
+    process = start(f"print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); time.sleep(600)")
     child = tmp_path / "pid"
-    wait_until(lambda: child.exists() and child.read_text().endswith("\n"))
+    wait_until(lambda: child.exists() and child.read_text())
     process.send_signal(number)
     assert process.wait() == -number
     wait_until(lambda: not Path("/proc", child.read_text().strip()).exists())
