@@ -28,6 +28,18 @@ class UserError(Exception):
         return type(self), (self.setting, self.value, self.problem, self.remedy)
 
 
+class StandstillError(BaseException):
+    """Code of the user's has not returned in time. No ``except Exception`` of its own may catch that.
+
+    Args:
+        error: what the user is told.
+    """
+
+    def __init__(self, error: UserError) -> None:
+        self.error = error
+        super().__init__(error)
+
+
 class MistakesError(Exception):
     """Several mistakes, or one, that were found at once. Each is named once, however many checks came upon it.
 

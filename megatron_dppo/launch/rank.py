@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from megatron_dppo.config import Config
-from megatron_dppo.errors import UserError, error_text
+from megatron_dppo.errors import StandstillError, UserError, error_text
 from megatron_dppo.launch.processes import FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
 from megatron_dppo.process import lifetime
@@ -100,25 +100,27 @@ def _is_alone() -> bool:
 @contextmanager
 def _exits_reported(failure: FirstFailure) -> Iterator[None]:
     """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked copies keep theirs."""
-    rank, leave = os.getpid(), os._exit
+    rank, leave, said = os.getpid(), os._exit, lifetime.leave
 
-    def report(status: int) -> NoReturn:
-        code = status
-        if os.getpid() == rank:
-            stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
-            text = f"{_name()} was ended by os._exit({status}), called at:\n{stack}"
-            speaks, code = failure.claim(1, text)
-            if speaks:
-                tell(text)
-            if _is_alone():
-                failure.forget()
+    def end(code: int, text: str) -> NoReturn:
+        speaks, code = failure.claim(code, text)
+        if speaks:
+            tell(text)
+        if _is_alone():
+            failure.forget()
         leave(code)
 
-    os._exit = report
+    def report(status: int) -> NoReturn:
+        if os.getpid() != rank:
+            leave(status)
+        stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
+        end(1, f"{_name()} was ended by os._exit({status}), called at:\n{stack}")
+
+    os._exit, lifetime.leave = report, end
     try:
         yield
     finally:
-        os._exit = leave
+        os._exit, lifetime.leave = leave, said
 
 
 def _function(job: str | Callable[[Config], None]) -> Callable[[Config], None]:
@@ -146,6 +148,8 @@ def lost_contact(error: BaseException) -> bool:
 
 def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
     """Say why the job has failed, unless another rank has. Returns the exit code of the run."""
+    if isinstance(error, StandstillError):
+        error = error.error
     if TOO_MANY_FILES in f"{error!r} {error.__cause__!r} {error.__context__!r}":  # libraries have errors of their own
         error = too_few_files(error)
     elif isinstance(error, OSError):
