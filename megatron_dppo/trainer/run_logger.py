@@ -239,7 +239,7 @@ def _idle(config: Config) -> Iterator[str]:
     predicts = prompts.rule == "neyman"
     rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
     for is_read, keys in (
-        (config.data.chat_template, ("data.chat_template_kwargs",)),
+        (config.data.chat_template, ("data.chat_template_kwargs", "data.date")),
         (weighed, ("loss.tis_level",)),
         (loss.distillation.named, ("loss.distillation.coef", "loss.distillation.direction")),
         (
