@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron_dppo.process.lifetime import SIGNAL, die_with
+from megatron_dppo.process.lifetime import SIGNAL, adopt_orphans, die_with, end_children
 from megatron_dppo.process.streams import tell
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, SIGNAL)
@@ -29,11 +29,12 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
     """Run a command in a child process, and end as it does; with exit code 1 if it ended below Python with 0.
 
     Signals that end this process, or ask a run to stop, go on to the child, whose session is its own: Ctrl-C comes
-    once. The child does not outlive this process.
+    once. The child does not outlive this process, and nothing that the child's descendants leave behind outlives it.
     """
     heard = {number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN} | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     parent, (reader, writer) = os.getpid(), os.pipe()
+    adopt_orphans()
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -45,12 +46,15 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
         finally:  # also where a parser exits after --help
             os.write(writer, END)
     os.close(writer)
-    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
+    while (found := os.waitpid(-1, os.WNOHANG))[0] != child:
+        if found[0]:  # an orphan
+            continue
         number = signal.sigwait(heard)
         if number != signal.SIGCHLD:
             with suppress(ProcessLookupError):
                 os.kill(child, number)
     code = os.waitstatus_to_exitcode(found[1])
+    end_children()
     if code == 0 and os.read(reader, len(END)) != END:
         tell(CUT_SHORT)
         code = 1

@@ -40,6 +40,12 @@ def test_end_below_python_is_no_success(body: str) -> None:
     assert process.returncode == 1
 
 
+def test_nothing_that_a_command_leaves_behind_outlives_it() -> None:
+    process = start("import subprocess as s; print(s.Popen(['setsid', 'sleep', '600']).pid, file=sys.stderr)")
+    child = process.communicate(timeout=30)[1]
+    assert process.returncode == 0 and not Path("/proc", child.strip()).exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_command_ends_with_its_guard(number: signal.Signals, tmp_path: Path) -> None:
     process = start(f"print(os.getpid(), file=open({str(tmp_path / 'pid')!r}, 'w')); time.sleep(600)")
