@@ -120,6 +120,7 @@ class Trainer:
                 metrics = self.train(plan, rollouts)
             self.step += 1
             events, notes = self.engine.take_events()
+            notes = (*notes, *lifetime.taken_signals())
             seconds = self.timers.take()
             usage = self.usage.measure(plan, seconds)
             self.logger.record(rollouts, plan, metrics | events | seconds | usage, notes)

@@ -143,6 +143,8 @@ SAVED = 75
 SIGNAL = signal.SIGUSR1
 
 _asked = False
+_handlers: dict[signal.Signals, object] = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+"""Handlers before code of the user is imported; that of SIGUSR1 since :func:`listen_for_stop`."""
 
 
 class StoppedError(Exception):
@@ -159,7 +161,18 @@ def listen_for_stop() -> None:
     a rank has started, or is starting, does not die of it. The handler is for threads that were there before.
     """
     _handle(lambda number, frame: _remember())
+    _handlers[SIGNAL] = signal.getsignal(SIGNAL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+
+
+def taken_signals() -> list[str]:
+    """Return a note for each signal whose handler code of the user has replaced. That of SIGUSR1 is put back, on the
+    main thread."""
+    taken = [number for number, handler in _handlers.items() if signal.getsignal(number) is not handler]
+    if SIGNAL in taken and threading.current_thread() is threading.main_thread():
+        listen_for_stop()
+    effects = {SIGNAL: "a request to save and stop may have been lost", signal.SIGTERM: "it may not end this run"}
+    return [f"code of the user handles {number.name}: {effects[number]}" for number in taken]
 
 
 def stop_asked() -> bool:
