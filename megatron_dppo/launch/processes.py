@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import stat
 import subprocess
 import tempfile
 import threading
@@ -279,5 +280,16 @@ def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:
     if "SLURM_STEP_ID" not in environ:
         parts.append(str(os.getppid()))  # torchrun's agent: its run ids and ports are the same run after run
     run = "/".join(parts)
-    folder = run_dir if run_dir.is_dir() else Path(tempfile.gettempdir())
+    folder = run_dir if run_dir.is_dir() else _own_folder()
     return folder / f".megatron-dppo-failure-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
+
+
+def _own_folder() -> Path:
+    """Return a temporary folder that nobody but this user writes to, the same for all of the user's processes."""
+    folder = Path(tempfile.gettempdir(), f"megatron-dppo-{os.getuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp())  # somebody else made it: every rank speaks
