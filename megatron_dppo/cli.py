@@ -156,7 +156,8 @@ def _no_option(word: str, command: str) -> UserError:
 def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
     """``--check`` with what it takes: a number, where one follows, and no other word."""
     for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        yield "--check=0" if word == "--check" and not following.isdecimal() else word
+        unnumbered = word == "--check" and not following.isdecimal() and arguments[0] != "serve"
+        yield "--check=0" if unnumbered else word
 
 
 def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
@@ -216,8 +217,11 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 
         return launch(config, words, executor=chosen.executor, dry_run=chosen.dry_run, detach=chosen.detach)
     if chosen.command == "serve":
-        from megatron_dppo.rollout.servers.serve import serve
+        from megatron_dppo.rollout.servers.serve import serve, task_server
 
+        if chosen.check:
+            print(f"server {task_server(config, os.environ).name}: no mistake was found")
+            return 0
         return serve(config)
     if checked:
         from megatron_dppo.launch.start import check
@@ -330,6 +334,9 @@ def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:
     if command in ("train", "sft"):
         what = "validate settings, data and functions for RANKS ranks, print progress, and exit"
         parser.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
+    if command == "serve":
+        what = "check this task's server, its interpreter and its GPUs, start nothing, and exit"
+        parser.add_argument("--check", action="store_true", help=what)
     if command == "launch":
         what = "where to run (default: %(default)s)"
         parser.add_argument("--executor", choices=("local", "slurm"), default="local", help=what)
