@@ -171,13 +171,26 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
 
 
 def _disk_error(config: Config, error: OSError) -> UserError | None:
-    """Error about ``run.dir`` for the user: its disk is full, or something stands where the run has its files."""
+    """Return the error about ``run.dir`` for the user.
+
+    - The disk is full.
+    - A file or folder of the run was removed.
+    - Something is in the way of a file or folder of the run.
+    """
     if error.errno in DISK_IS_FULL:
         problem = f"could not be written to ({error}); the last good checkpoint is untouched"
         remedy = "Free some room or point run.dir at another disk, and run the same command again: it resumes"
         return UserError("run.dir", config.run.dir, problem, remedy)
     names = [name for name in (error.filename2, error.filename) if isinstance(name, str)]
-    if any(Path(config.run.dir).absolute() in Path(name).absolute().parents for name in names):
+    run = Path(config.run.dir)
+    folders = {run.absolute(), Path(os.path.realpath(run))}
+    if any(folders & {*Path(name).absolute().parents} for name in names):
+        path = Path(names[0]).absolute()
+        absent = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+        if error.errno == errno.ENOENT and absent:
+            problem = "is gone: something removed it, or a folder above it, during the run"
+            remedy = "Put it back, or run the same command again: it resumes from the last checkpoint that is left"
+            return UserError("run.dir", absent[-1], problem, remedy)
         problem = f"is in the way ({error.strerror or error}): a run has a file or folder of its own there"
         remedy = "Move it away, or see to its permissions, and run the same command again"
         return UserError("run.dir", names[0], problem, remedy)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron_dppo.config import Config
 from megatron_dppo.launch.rank import rank_main
 from megatron_dppo.settings import load_config
 from tests.commands import Command
@@ -28,6 +31,40 @@ def test_a_rank_alone_that_ends_early_has_failed(tmp_path: Path, how: str, code:
     assert Command(["python", "-c", ALONE, how], log, folder=tmp_path, environ=environ).exit_code() == code
     assert ("the run" in log.read_text()) is bool(code)
     assert [*(tmp_path / "run").iterdir()] == []
+
+
+def lose_folder(config: Config) -> None:
+    shutil.rmtree(config.run.dir)
+    (Path(config.run.dir) / "answers.jsonl.partial").write_text("")
+
+
+def write_over_folder(config: Config) -> None:
+    """The error names the folder behind the link."""
+    (Path(config.run.dir).resolve() / "checkpoints").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("job", "run", "at_fault", "problem"),
+    [
+        (lose_folder, "run", "run", "is gone"),
+        (write_over_folder, "link", "run/checkpoints", "is in the way (Is a directory)"),
+    ],
+)
+def test_disk_error_names_its_place_in_run_dir(
+    job: Callable[[Config], None],
+    run: str,
+    at_fault: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("run")
+    assert rank_main(job, load_config(None, [f"run.dir={tmp_path / run}"])) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: run.dir = {tmp_path / at_fault}\n  problem  {problem}"), said
 
 
 @pytest.mark.parametrize(
