@@ -60,8 +60,8 @@ class CollapseGuard:
         """Error that ends the run, once it is saved."""
         problem = (
             f"no completion of the last {self._idle} steps had a gradient: the rewards of each group were equal, its "
-            f"completions masked (loss.mask_truncated), or all its tokens clipped. The mean reward was {self._reward:.3g} at last. The "
-            "policy has collapsed, or nothing is left to learn. The run is saved"
+            "completions masked (loss.mask_truncated), or all its tokens clipped. The mean reward was "
+            f"{self._reward:.3g} at last. The policy has collapsed, or nothing is left to learn. The run is saved"
         )
         remedy = "Start another run with a lower optimizer.lr or with other prompts; 0 goes on"
         if self.best:

@@ -167,10 +167,8 @@ def try_again(rank: int, size: int, caught: type[BaseException], log: Path) -> N
     lifetime.leave = leave
     with watched(size, timeout_s=4 * LATE_S, still_s=60.0) as (_, timers, _), timers("rollout"):
         while True:
-            try:
+            with contextlib.suppress(caught):
                 time.sleep(600.0)
-            except caught:
-                pass
 
 
 def test_code_that_catches_exceptions_is_interrupted(ranks: RankPool, tmp_path: Path) -> None:

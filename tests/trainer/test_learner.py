@@ -278,7 +278,10 @@ def test_gradients_are_enabled_whatever_a_user_file_sets(line: str, ranks: RankP
             "async def talk(client, prompt):\n    return [await client.generate(prompt.token_ids)]\n"
             f"def rule(candidates, keep):\n    {head or 'pass'}\n    return candidates.advantage * 0 + 1\n"
         )
-        own = (f"rollout.conversation={tmp_path / name}.py:talk", f"pruning.completions.function={tmp_path / name}.py:rule")
+        own = (
+            f"rollout.conversation={tmp_path / name}.py:talk",
+            f"pruning.completions.function={tmp_path / name}.py:rule",
+        )
         config = small_run(folder, tmp_path / name, *own, "run.steps=2", "loss.updates_per_rollout=2")
         ranks.run(1, live, config)
     assert rows(tmp_path / "disabled") == rows(tmp_path / "plain")
