@@ -152,7 +152,7 @@ class LaunchConfig(Section):
     command: tuple[str, ...] | None = None
     """Command that starts a server, before the flags for model, address and layout; null: ``python -m
     sglang.launch_server`` or ``vllm serve``, from the path. Servers require their own environment: name its interpreter
-    here."""
+    here, or in the environment variable SERVER_PYTHON."""
     flags: tuple[str, ...] = ()
     """More flags for the server, after ours. With rollout.colocated one of them must bound its memory:
     ``--mem-fraction-static`` (SGLang, of what is free as it starts) or ``--gpu-memory-utilization`` (vLLM, of all)."""

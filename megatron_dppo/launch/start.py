@@ -240,8 +240,8 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
 
 def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[str, str]:
     """Name the nodes of ``cluster.server_nodes`` where no Slurm job names them, as on a login node."""
-    nodes = config.cluster.server_nodes
-    if config.rollout.servers != "slurm" or not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
+    nodes, wanted = config.cluster.server_nodes, config.rollout.served and config.rollout.servers == "slurm"
+    if not wanted or not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
         return environ
     tell(
         f"note: no Slurm job here: cluster.server_nodes = {nodes} is assumed; the job checks its own nodes for servers"

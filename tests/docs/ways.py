@@ -140,7 +140,11 @@ WAYS = (
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
     Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),
     Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
-    Way(r"megatron-dppo train configs/qwen3_(4b_math|32b_dppo)\.yaml --check", replace={" --check": ""}, append=CHECKED),
+    Way(
+        r"megatron-dppo train configs/qwen3_(4b_math|32b_dppo)\.yaml --check",
+        replace={" --check": " rollout.servers=[]"},
+        append=CHECKED,
+    ),
     # Policies, and what trains them.
     Way(r"megatron-dppo init \S+ --family \w+"),
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),
