@@ -41,7 +41,7 @@ def test_meta_device_allocates_no_memory(tmp_path):
 
 
 FUSED = """
-def multi_tensor_applier(*arguments):
+def multi_tensor_applier(*arguments, **options):
     raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
 
 class FusedAdam:
