@@ -28,7 +28,7 @@ from megatron_dppo.process import lifetime
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.lifetime import MARKER, die_with
 from megatron_dppo.process.streams import outlive_readers, quieten, tell
-from megatron_dppo.rollout.servers.launch import rank_environment
+from megatron_dppo.rollout.servers.launch import ALLOCATOR, rank_environment
 from megatron_dppo.settings import load_config
 
 LAUNCHER = "MEGATRON_DPPO_LAUNCHER"
@@ -137,6 +137,10 @@ def set_environment(config: Config) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # servers elsewhere would not reach it there
     for name, value in rank_environment(config.rollout).items():
         os.environ.setdefault(name, value)
+    # Packs differ in length, and fixed segments fragment. Beside colocated servers, which need memory to be released
+    # between phases, segments that grow were not tried.
+    if not config.rollout.colocated and not os.environ.keys() & {*ALLOCATOR}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if config.model.deterministic:
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
 

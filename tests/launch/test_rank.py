@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config import Config
-from megatron_dppo.launch.rank import rank_main
+from megatron_dppo.launch.rank import rank_main, set_environment
+from megatron_dppo.rollout.servers.launch import ALLOCATOR
 from megatron_dppo.settings import load_config
 from tests.commands import Command
 
@@ -84,3 +86,19 @@ def test_a_rank_s_nccl_has_the_servers_environment(
         monkeypatch.delenv("NCCL_CUMEM_ENABLE")
     assert rank_main("tests.launch.jobs:note_nccl", load_config(None, [f"run.dir={tmp_path}/said", *settings])) == 0
     assert (tmp_path / "said").read_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        (["rollout.engine=sglang"], {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (["rollout.engine=sglang"], dict.fromkeys(ALLOCATOR[1:], "a:b"), dict.fromkeys(ALLOCATOR[1:], "a:b")),
+        (["rollout.engine=sglang", "rollout.colocated=true", "rollout.sync.transport=disk"], {}, {}),
+    ],
+)
+def test_trainer_has_segments_that_grow_unless_colocated(
+    settings: list[str], given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    set_environment(load_config(None, settings))
+    assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == expected
