@@ -115,7 +115,7 @@ def test_only_conversions_are_replaced_and_only_when_asked(
     before = contents(tmp_path)
     of_either = {
         run: "is there already and is no",
-        tmp_path / "file": "is there already and is no",
+        tmp_path / "file": "is a file",
         kept: "in it, which is no part of a",
         Path("/proc"): "is a whole file system",
     }
