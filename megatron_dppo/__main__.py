@@ -1,8 +1,6 @@
 """``python -m megatron_dppo``, for where no console script is on the path."""
 
-import sys
-
-from megatron_dppo.cli import main
+from megatron_dppo.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

@@ -14,13 +14,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
 from megatron_dppo.errors import MistakesError, UserError, error_text, missing_extra
 from megatron_dppo.evaluation.options import MODEL, add_eval_arguments, eval_settings, model_settings
 from megatron_dppo.process.files import too_few_files
+from megatron_dppo.process.guard import run_guarded
+from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import speak_plainly, tell
 from megatron_dppo.settings import as_yaml, load_whole, nearest
 
@@ -108,6 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def entry() -> NoReturn:
+    """Run the command of this process's arguments, and end with its exit code."""
+    if MARKER in os.environ:  # whoever starts ranks looks for the marks of all of them
+        sys.exit(main())
+    run_guarded(main)
+
+
 def _run(arguments: Sequence[str]) -> int:
     if " ".join(arguments[:2]) in OF_MODULES:  # a command of two words
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
@@ -147,7 +156,8 @@ def _no_option(word: str, command: str) -> UserError:
 def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
     """``--check`` with what it takes: a number, where one follows, and no other word."""
     for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        yield "--check=0" if word == "--check" and not following.isdecimal() else word
+        unnumbered = word == "--check" and not following.isdecimal() and arguments[0] != "serve"
+        yield "--check=0" if unnumbered else word
 
 
 def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
@@ -207,8 +217,11 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 
         return launch(config, words, executor=chosen.executor, dry_run=chosen.dry_run, detach=chosen.detach)
     if chosen.command == "serve":
-        from megatron_dppo.rollout.servers.serve import serve
+        from megatron_dppo.rollout.servers.serve import serve, task_server
 
+        if chosen.check:
+            print(f"server {task_server(config, os.environ).name}: no mistake was found")
+            return 0
         return serve(config)
     if checked:
         from megatron_dppo.launch.start import check
@@ -321,6 +334,9 @@ def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:
     if command in ("train", "sft"):
         what = "validate settings, data and functions for RANKS ranks, print progress, and exit"
         parser.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
+    if command == "serve":
+        what = "check this task's server, its interpreter and its GPUs, start nothing, and exit"
+        parser.add_argument("--check", action="store_true", help=what)
     if command == "launch":
         what = "where to run (default: %(default)s)"
         parser.add_argument("--executor", choices=("local", "slurm"), default="local", help=what)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import textwrap
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 WIDTH = 100
 """Characters of a line of an error's text."""
+_USER_OF_URL = re.compile(r"://[^/?#\s]+@")
 
 
 class UserError(Exception):
@@ -22,10 +27,22 @@ class UserError(Exception):
 
     def __init__(self, setting: str, value: object, problem: str, remedy: str) -> None:
         self.setting, self.value, self.problem, self.remedy = setting, value, problem, remedy
-        super().__init__(_printable(f"{setting} = {value}: {problem}. {_capitalised(remedy)}."))
+        super().__init__(printable(f"{setting} = {value}: {problem}. {_capitalised(remedy)}."))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, object, str, str]]:
         return type(self), (self.setting, self.value, self.problem, self.remedy)
+
+
+class StandstillError(BaseException):
+    """Code of the user's has not returned in time. No ``except Exception`` of its own may catch that.
+
+    Args:
+        error: what the user is told.
+    """
+
+    def __init__(self, error: UserError) -> None:
+        self.error = error
+        super().__init__(error)
 
 
 class MistakesError(Exception):
@@ -41,16 +58,36 @@ class MistakesError(Exception):
 
 
 def missing_extra(error: ModuleNotFoundError) -> str:
-    """The line for a command that imports a package of the extras ``cpu`` and ``gpu``, which is not installed.
+    """Return the line for a command that needs a package of the extras ``cpu`` and ``gpu``, which is not installed.
 
     Raises:
-        ModuleNotFoundError: ``error`` itself, unless a module of this project imports another project's.
+        ModuleNotFoundError: ``error`` itself, unless a module of this project imports another project's, or asks for
+            its version.
     """
-    *_, (importer, _) = traceback.walk_tb(error.__traceback__)
-    names = [str(name).partition(".")[0] for name in (importer.f_globals["__name__"], error.name)]
+    modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    importer = [name for name in modules if not name.startswith("importlib")][-1]
+    names = [str(name).partition(".")[0] for name in (importer, error.name)]
     if names[0] != "megatron_dppo" or names[1] == "megatron_dppo":
         raise error
-    return f"error: {names[1]} is not installed: pip install 'megatron-dppo[cpu]', or 'megatron-dppo[gpu]' for CUDA"
+    return f"error: {names[1]} is not installed: {install_command('cpu')} (for CUDA: [gpu], see docs/gpu.md)"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of this project from the project's checkout or origin."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    checkout = Path(__file__).parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install -e {shlex.quote(f'{checkout}[{extra}]')}"
+    try:
+        origin = json.loads(distribution("megatron-dppo").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        origin = {}
+    place = ""
+    if "url" in origin:
+        of_git = "vcs_info" in origin
+        place = f" @ git+{origin['url']}@{origin['vcs_info']['commit_id']}" if of_git else f" @ {origin['url']}"
+    return f"pip install {shlex.quote(without_passwords(f'megatron-dppo[{extra}]{place}'))}"
 
 
 def error_text(error: UserError | MistakesError) -> str:
@@ -62,12 +99,18 @@ def error_text(error: UserError | MistakesError) -> str:
         return "\n".join(map(error_text, error.errors))
     value = f" = {error.value}" if str(error.value) else " is empty"
     parts = _under("problem", error.problem), _under("remedy", _capitalised(error.remedy))
-    return _printable("\n".join([f"error: {error.setting}{value}", *parts]))
+    return printable("\n".join([f"error: {error.setting}{value}", *parts]))
 
 
-def _printable(text: str) -> str:
-    """A text that quotes files may hold what no terminal should be sent: such characters become their escapes."""
+def printable(text: str) -> str:
+    """Return a text of files or users as a terminal may show it: escapes of control characters, no passwords."""
+    text = without_passwords(text)
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def without_passwords(text: str) -> str:
+    """Return a text without the user and password of its URLs."""
+    return _USER_OF_URL.sub("://***@", text)
 
 
 def _capitalised(text: str) -> str:

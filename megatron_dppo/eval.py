@@ -6,17 +6,18 @@ weights to the engine and asks, batch by batch. The leader writes each batch dow
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
-from megatron_dppo.config import Config
+from megatron_dppo.config import Config, replace
+from megatron_dppo.data.date import with_date
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.evaluation.answers import (
     ANSWERS,
@@ -64,12 +65,14 @@ def evaluate_model(config: Config) -> None:
 
 
 def _evaluate(config: Config, world: World) -> None:
-    tokenizer = world.together(lambda: load_tokenizer(config.model.folder))
-    positions = world.together(lambda: read_shape(config.model.folder)).max_positions
+    policy, folder = config.model.folder, out_folder(config)
+    config = replace(config, data=world.from_leader(lambda: with_date(config.data, policy, folder, keep=True)))
+    tokenizer = world.together(lambda: load_tokenizer(policy))
+    positions = world.together(lambda: read_shape(policy)).max_positions
     found = world.together(lambda: held_out(config, tokenizer, max_positions=positions))
     shown = {source.name: source.shown for source in sources(config)}
-    problems = [replace(problem, name=shown[problem.name]) for problem in found]
-    size, folder = config.eval.batch, out_folder(config)
+    problems = [dataclasses.replace(problem, name=shown[problem.name]) for problem in found]
+    size = config.eval.batch
     indices = by_name(problems)
     batches = [[problems[i] for i in of[at : at + size]] for of in indices.values() for at in range(0, len(of), size)]
     with ExitStack() as to_close:

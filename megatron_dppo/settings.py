@@ -138,7 +138,7 @@ def _read(path: str) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror or type(error).__name__ if isinstance(error, OSError) else "it is not UTF-8 text"
-        remedy = "give the path of a YAML file; `megatron-dppo configs` lists examples"
+        remedy = "give the path of a YAML file; `megatron-dppo configs --copy .` writes configs/ with examples"
         raise UserError("CONFIG", path, f"cannot be read: {reason}", remedy) from None
     try:
         tree = yaml.load(text, Loader=Loader)

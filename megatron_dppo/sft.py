@@ -75,7 +75,7 @@ def _warm_up(config: Config, world: World, check_lock: Callable[[], None]) -> No
 
 
 def _load(config: Config, parts: PolicyParts) -> Pool[WorkedAnswer]:
-    answers = load_worked_answers(config.data, parts.tokenizer)
+    answers = load_worked_answers(parts.config.data, parts.tokenizer)
     unit = config.layout.pack_multiple
     longest = answers.longest
     if longest > config.usable_pack:

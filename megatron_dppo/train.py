@@ -120,6 +120,7 @@ class Trainer:
                 metrics = self.train(plan, rollouts)
             self.step += 1
             events, notes = self.engine.take_events()
+            notes = (*notes, *lifetime.taken_signals())
             seconds = self.timers.take()
             usage = self.usage.measure(plan, seconds)
             self.logger.record(rollouts, plan, metrics | events | seconds | usage, notes)
@@ -207,7 +208,8 @@ class Trainer:
         colocated, every = self.config.rollout.colocated, self.config.rollout.sync.check_every
         metrics = staleness(rollouts.metadata, self.version, bound=self.config.rollout.ahead)
         learned = self.learner.learn(plan, rollouts.held, self.step, version=self.version)
-        self.guard.trained(updated=plan.updates, reward=rollouts.metrics["rollout/raw_reward"])
+        has_gradient = learned.get("train/grad_norm", 0.0) > 0.0
+        self.guard.trained(updated=has_gradient, reward=rollouts.metrics["rollout/raw_reward"])
         if plan.updates or colocated:  # an engine that gave its memory back has no weights left
             with self.timers("update_weights"):
                 self.sync(self.version + plan.updates)  # one step's update is one version: the bound counts them

@@ -4,4 +4,4 @@ set -euo pipefail
 ruff check .
 ruff format --check .
 MYPY_NUM_WORKERS=2 mypy
-shellcheck -x -P SCRIPTDIR scripts/{lint,nightly,test,install_slurm,install_browser}.sh scripts/slurm/*.sh .ci/run
+shellcheck -x -P SCRIPTDIR scripts/{lint,nightly,test,check_gpu,install_slurm,install_browser}.sh scripts/slurm/*.sh .ci/run

@@ -1,5 +1,7 @@
 """Run commands in forks of a process that has imported torch and Megatron, which takes five seconds.
 
+Where ``tests.ranks`` starts fresh processes, all of these are fresh, too.
+
 - A command of one rank runs in the fork.
 - A command of several ranks starts each rank as a process with its own environment, session and files. These
   processes are forks, too.
@@ -80,8 +82,9 @@ class Command:
                 del sys.modules[name]
             sys.path.insert(0, str(self.package))
         gc.freeze()
-        processes = import_module("megatron_dppo.launch.processes")
-        processes.subprocess = SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
+        if forks().get_start_method() != "spawn":
+            processes = import_module("megatron_dppo.launch.processes")
+            processes.subprocess = SimpleNamespace(Popen=Forked, TimeoutExpired=subprocess.TimeoutExpired)
         if self.before:
             self.before()
         sys.exit(_exit_code(partial(_python, self.words)))

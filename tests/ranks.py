@@ -1,5 +1,8 @@
 """Real ranks for tests: processes on gloo, forked from one that has imported Megatron, which takes seconds.
 
+Where torch is built for CUDA, each is a fresh process: Megatron's import asks for CUDA, which a fork cannot use after
+that. The environment variable RANKS_ARE, spawn or forkserver, chooses otherwise.
+
 def claim(rank, size, argument): ...      # a module-level function; the process group is up when it is called
 results = ranks.run(4, claim, argument)   # one return value per rank; an exception on any rank fails the test
 """
@@ -82,8 +85,11 @@ def in_turn_on_a_rank(rank: int, size: int, calls: tuple[tuple[Any, ...], ...]) 
 
 
 def forks() -> Any:
-    """Processes that are forked from one which has imported everything."""
-    context: Any = multiprocessing.get_context(os.environ.get("RANKS_ARE", "forkserver"))
+    """Processes that are forked from one which has imported everything, or fresh ones."""
+    import torch
+
+    default = "spawn" if torch.backends.cuda.is_built() else "forkserver"
+    context: Any = multiprocessing.get_context(os.environ.get("RANKS_ARE", default))
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload([*IMPORTED])
     return context

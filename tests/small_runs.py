@@ -26,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float({reward})
 '''
 MIXED = "len(solution_str) % 3"
-REWARDS = {"mixed": MIXED, "equal": "1.0", "half": f"{MIXED} if int(ground_truth) % 2 else 1.0"}
+REWARDS = {"mixed": MIXED, "equal": "1.0", "half": f"{MIXED} if int(ground_truth) % 2 else 1.0", "fails": "1 / 0"}
 """Rewards by file. With ``half``, the rewards of every second prompt are equal."""
 Rows = list[dict[str, Any]]
 

@@ -147,6 +147,22 @@ def test_check_finds_all_mistakes_at_once(root: Path, capsys: pytest.CaptureFixt
         "loss.objective",
         "layout",
     ]
+    servers = "rollout.engine=sglang rollout.launch.count=1 rollout.launch.tp=3 rollout.launch.command=[/nowhere]"
+    found = find(f"{servers} data.train=nowhere.jsonl data.eval=nowhere.jsonl --check")
+    assert found == ["rollout.launch.tp", "rollout.launch.command", "data.train", "data.eval"]
+
+
+def test_check_of_a_slurm_job_passes_on_a_login_node(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root)
+    words = ["train", *FRESH.split(), "rollout.engine=sglang", "rollout.servers=slurm", "--check"]
+    assert main([*words, "cluster.server_nodes=2"]) == 0
+    assert "note: no Slurm job here: cluster.server_nodes = 2 is assumed" in capsys.readouterr().err
+    assert main(words) == 2
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert main([*words, "cluster.server_nodes=2"]) == 2
+    assert read_settings(capsys.readouterr().err) == ["rollout.servers", "rollout.servers"]
 
 
 def test_an_error_is_one_block_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

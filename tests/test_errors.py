@@ -12,6 +12,12 @@ def test_control_characters_of_files_are_escaped() -> None:
         assert "é and \\ud83d" in text
 
 
+def test_passwords_of_urls_are_left_out() -> None:
+    error = UserError("rollout.servers", "https://me:hunter2@host/a", "s3://me:hunter@2@b: no answer", "Mail me@home")
+    assert str(error) == "rollout.servers = https://***@host/a: s3://***@b: no answer. Mail me@home."
+    assert "hunter" not in error_text(error)
+
+
 def test_an_error_text_is_wrapped_and_keeps_a_traceback_s_lines() -> None:
     problem = "word " * 60 + "\nTraceback:\n  File x\n    raise"
     lines = error_text(UserError("a.b", "3", problem, "do this")).splitlines()

@@ -19,6 +19,7 @@ PRIVATE = (
     "model.path=/home/somebody/models/Qwen3-4B",
     "data.train=[{path: /home/somebody/my problems/train.jsonl, weight: 3}, {path: more.jsonl}]",
     "data.verifiers.arguments={judge_api_key: sk-1}",
+    "data.chat_template_kwargs={enable_thinking: false, auth: sk-2}",
     "loss.distillation.teachers={math: http://u:pw@10.1.2.3:3, code: /home/somebody/coder}",
     "data.eval={hard: ~/secret place/hard.jsonl}",
     "reward.function=/home/somebody/reward.py:score",
@@ -55,10 +56,15 @@ def test_an_export_is_the_last_checkpoint_with_a_card(run: Path, tmp_path: Path)
     assert "`Qwen/Qwen3-4B`, trained for 4 steps of reinforcement learning on `train.jsonl, more.jsonl`" in text
     measured = [line for line in text.splitlines() if "(step " in line]
     assert measured == ["| hard.jsonl | 50 | 25.0% | 58.3% [44.6, 70.9] (step 4) |"]
-    for row in ("`loss.name` | `dapo`", "`reward.function` | `reward.py:score`", "`model.path` | `Qwen3-4B`"):
+    for row in (
+        "`loss.name` | `dapo`",
+        "`reward.function` | `reward.py:score`",
+        "`model.path` | `Qwen3-4B`",
+        "`data.chat_template_kwargs` | `{'auth': '…', 'enable_thinking': False}`",
+    ):
         assert f"| {row} |" in text
     assert not [line for line in card.splitlines() for place in "/~" if f"`{place}" in line or f" {place}" in line]
-    secrets = "somebody 10.1.2.3 u:pw sk-1 hf_abc our-account"
+    secrets = "somebody 10.1.2.3 u:pw sk-1 sk-2 hf_abc our-account"
     assert not [secret for secret in (*secrets.split(), str(tmp_path), str(run), os.uname().nodename) if secret in card]
 
 

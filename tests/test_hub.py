@@ -70,7 +70,7 @@ def test_a_run_is_checked_with_ids_and_no_network(
     publish(cache, "dataset", "org/sums", {"train.jsonl": rows(9), "test.jsonl": rows(3)})
     words = """
     model.path=Org/Tiny data.train=org/sums data.eval=org/sums data.prompt_key=question data.label_key=answer
-    rollout.prompts_per_step=8 data.max_prompt_tokens=16 rollout.max_response_tokens=16 --check=1
+    rollout.prompts_per_step=8 data.max_prompt_tokens=32 rollout.max_response_tokens=16 --check=1
     """
     assert main(["train", *words.split()]) == 0
     assert "0 of 100 steps are done" in capsys.readouterr().out

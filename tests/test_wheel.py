@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 
 from megatron_dppo import __version__
 from tests.report.made_up import write_run
+from tests.small_runs import small_words
+from tests.small_runs import write_run as write_small_run
 
 pytestmark = pytest.mark.xdist_group("test_wheel")
 REPOSITORY = Path(__file__).parents[1]
@@ -22,10 +24,14 @@ EXAMPLES = ("configs", "scripts/slurm")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True)
+    done = finish(*command, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def finish(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +106,16 @@ def test_commands_without_an_extra_run(environment: Path, tmp_path: Path) -> Non
     write_run(tmp_path / "run")
     run(ours, "report", "run", "--out", "report.html", cwd=tmp_path)
     assert "</html>" in (tmp_path / "report.html").read_text()
-    refused = subprocess.run([ours, "init", "policy"], cwd=tmp_path, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert re.fullmatch(r"error: \w+ is not installed: pip install 'megatron-dppo\[cpu\]'.*\n", refused.stderr)
+
+
+def test_commands_that_lack_an_extra_name_its_origin(environment: Path, wheel: Path, tmp_path: Path) -> None:
+    small = small_words(write_small_run(tmp_path), tmp_path / "run")
+    install = re.escape(f"pip install 'megatron-dppo[cpu] @ {wheel.as_uri()}' ")
+    checks = (["train", *small, "--check"], ["eval", *small], ["rehearse", *small])
+    for words in (["init", "policy"], ["train", *small], *checks):
+        refused = finish(environment / "bin" / "megatron-dppo", *words, cwd=tmp_path)
+        assert re.fullmatch(rf"error: \S+ is not installed: {install}.*\n", refused.stderr), words
+        assert refused.returncode == 2
 
 
 def test_the_quickstart_trains_without_the_checkout(environment: Path, tmp_path: Path) -> None:

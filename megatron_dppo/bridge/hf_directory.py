@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -29,7 +29,10 @@ from megatron_dppo.bridge.safetensors_files import (
     read_header,
 )
 from megatron_dppo.config import LoraConfig
+from megatron_dppo.data.tokenizer import NAMED_TEMPLATES, listed_stops, load_tokenizer, stop_token_ids
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.process.files import replace_text
 
 SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Types of weights, by their names in safetensors files."""
@@ -147,15 +150,16 @@ COPIED_FILES = (
     "LICENSE",
 )
 """Files beside the weights that are copied as they are, where the source has them."""
-MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COPIED_FILES, "sft.json", "compress.json")
+MODEL_FILES = ("config.json", "*.safetensors", INDEX, *COPIED_FILES, NAMED_TEMPLATES, "sft.json", "compress.json")
 """Patterns of all that is written to such a directory, by ``sft`` and ``compress`` too."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """All that is in a directory of adapters alone, by PEFT's names."""
 
 
 def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy configuration, tokenizer and chat template, and the tensors that are no part of the policy; config.json then
-    says ``dtype``.
+    """Copy configuration, tokenizer and chat templates, and the tensors that are no part of the policy.
+
+    config.json then says ``dtype``, and the files' stop tokens include the tokenizer's end of turn.
 
     Raises:
         UserError: as :func:`carried_tensors`.
@@ -163,6 +167,8 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
     for name in COPIED_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    if (source / NAMED_TEMPLATES).is_dir():
+        shutil.copytree(source / NAMED_TEMPLATES, folder / NAMED_TEMPLATES)
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)  # the older spelling
     shape = read_shape(source)
@@ -170,6 +176,8 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
         if part is not None:
             part["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    with suppress(UserError):  # files that cannot be read stay as they are
+        _list_stops(folder, stop_token_ids(source, load_tokenizer(source)))
     if carried := carried_tensors(source, shape):
         head, starts = _header({name: (each.dtype, each.shape, each.length) for name, each in carried.items()})
         with (folder / CARRIED).open("wb", buffering=0) as file:
@@ -177,6 +185,14 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
             for name, each in carried.items():
                 data = np.memmap(each.file, np.uint8, "r", each.start, (each.length,))
                 write_at(file.fileno(), starts[name], [memoryview(data)])
+
+
+def _list_stops(folder: Path, stops: tuple[int, ...]) -> None:
+    name, listed = listed_stops(folder)
+    if listed != stops:
+        file = folder / name
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        replace_text(file, json.dumps({**settings, "eos_token_id": stops}, indent=2, ensure_ascii=False) + "\n")
 
 
 def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:

@@ -49,11 +49,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     """Its first byte in the file."""
-
-    @property
-    def length(self) -> int:
-        """Its bytes."""
-        return np.dtype(NUMPY[self.dtype]).itemsize * math.prod(self.shape)
+    length: int
+    """Its bytes, by the header: a carried tensor may have any type."""
 
     def values(self) -> NDArray[Any]:
         """The file's own bytes, not read yet; BF16 as integers."""
@@ -108,13 +105,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header.pop("__metadata__", None)
             for name, entry in header.items():
                 _check_entry(name, entry)
-            end = data + max((entry["data_offsets"][1] for entry in header.values()), default=0)
             tensors = {
-                name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + entry["data_offsets"][0])
+                name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + start, end - start)
                 for name, entry in header.items()
+                for start, end in [entry["data_offsets"]]
             }
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise _unreadable(file.parent, f"{file.name} is no safetensors file ({error})", "fetch it again") from None
+    end = max((tensor.start + tensor.length for tensor in tensors.values()), default=data)
     if size < end:
         raise _truncated(file, size, end)
     return tensors
@@ -142,11 +140,10 @@ def check_finite(tensors: Mapping[str, StoredTensor], path: Path, *, most_bytes:
     Raises:
         UserError: naming the first tensor with such a value.
     """
-    elements = {name: math.prod(tensor.shape) for name, tensor in tensors.items()}
-    if sum(np.dtype(NUMPY[tensor.dtype]).itemsize * elements[name] for name, tensor in tensors.items()) > most_bytes:
+    if sum(tensor.length for tensor in tensors.values()) > most_bytes:
         return
     for name, tensor in tensors.items():
-        if not elements[name]:
+        if not tensor.length:
             continue
         values = tensor.values()
         finite = (values & 0x7F80) != 0x7F80 if tensor.dtype == "BF16" else np.isfinite(values)
@@ -205,8 +202,9 @@ def _split(path: Path, stored: dict[str, StoredTensor], shape: PolicyShape) -> d
             raise _unreadable(path, problem, "use the config.json that belongs to these weights")
         start, width = fused.start, np.dtype(NUMPY.get(fused.dtype, "u1")).itemsize
         for part, size in parts.items():
-            stored[part] = replace(fused, shape=size, start=start)
-            start += math.prod(size) * width
+            length = math.prod(size) * width
+            stored[part] = replace(fused, shape=size, start=start, length=length)
+            start += length
     return stored
 
 

@@ -19,13 +19,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from megatron_dppo.config import DataConfig
+from megatron_dppo.config import DataConfig, replace
+from megatron_dppo.data.date import prints_date
 from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
 from megatron_dppo.data.rows import read_rows
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
@@ -86,6 +88,8 @@ def read_sequences(
         chat_template=chat_template,
         max_prompt_tokens=2**31,
     )
+    if source.is_file() and prints_date(Path(tokenizer.name_or_path)):  # the same for all ranks, and on every day
+        data = replace(data, date=date.fromtimestamp(source.stat().st_mtime).isoformat())
     try:
         return load_worked_answers(data, tokenizer)
     except UserError as error:

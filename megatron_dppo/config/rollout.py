@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import date
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Le
@@ -14,6 +15,7 @@ from megatron_dppo.config.types import (
     Count,
     Fraction,
     NonNegative,
+    Pool,
     Positive,
     Seconds,
     Section,
@@ -23,13 +25,13 @@ from megatron_dppo.config.types import (
 
 
 class ArithmeticConfig(Section):
-    problems: Positive = 512
+    problems: Pool = 512
     """Size of the training pool. It is finite, so that prompts come back and pruning by history has a history."""
-    eval_problems: Positive = 200
+    eval_problems: Pool = 200
     """Held-out problems, none of which is in the training pool."""
     min_terms: Annotated[int, Ge(2)] = 2
     """Fewest numbers in a sum."""
-    max_terms: Annotated[int, Ge(2)] = 4
+    max_terms: Annotated[int, Ge(2), Le(1000)] = 4
     """Most numbers in a sum; the written-out answer has one line per addition, so its length varies with this."""
     max_operand: Positive = 99
     """Largest number in a sum."""
@@ -49,9 +51,9 @@ class ReasoningGymConfig(Section):
     tasks: dict[str, dict[str, Any]] = Field(default={"chain_sum": {}})
     """reasoning-gym's names of the tasks, each with settings for its generator (``{}``: its own defaults); problems are
     taken from them in turn."""
-    problems: Positive = 4096
+    problems: Pool = 4096
     """Size of the training pool."""
-    eval_problems: Positive = 200
+    eval_problems: Pool = 200
     """Held-out problems, none of which is in the training pool."""
     seed: int = 0
     """Seed of the problems."""
@@ -65,7 +67,7 @@ class VerifiersConfig(Section):
     ``rollout.conversation=verifiers``."""
     arguments: dict[str, Any] = Field(default={})
     """For its ``load_environment``."""
-    eval_problems: Positive = 200
+    eval_problems: Pool = 200
     """Problems that are drawn to be held out where the environment has no held-out ones of its own."""
 
 
@@ -106,13 +108,17 @@ class DataConfig(Section):
     response_key: str | None = None
     """Column of the worked answer that ``sft`` imitates; null: the label's column."""
     system: str | None = None
-    """System message put before every prompt that has none. A chat with a system message of its own keeps that, and is
-    not given this one."""
+    """System message put before every prompt that has none; an empty one leaves out a template's own. A chat with a
+    system message of its own keeps that, and is not given this one."""
     chat_template: bool = True
-    """Render prompts with the tokenizer's chat template; false: the prompt's text as it stands."""
+    """Render prompts with the tokenizer's chat template; false: the prompt's text, behind the special tokens that the
+    tokenizer puts before text, such as Llama's beginning of text."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Switches of the chat template, such as ``{enable_thinking: false}`` of Qwen3's, that are not left as they are by
     default; as TRL and vLLM call them."""
+    date: str | None = None
+    """Date that the chat template prints, if it prints one, as Llama 3.2's does: ``2026-01-31``. null: the day of the
+    first start, which the folder of the run or evaluation keeps."""
     max_prompt_tokens: Positive = 512
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -120,6 +126,11 @@ class DataConfig(Section):
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
     verifiers: VerifiersConfig = VerifiersConfig()
+
+    @field_validator("date")
+    @classmethod
+    def _is_a_day(cls, text: str | None) -> str | None:
+        return text and date.fromisoformat(text).isoformat()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,7 +152,7 @@ class LaunchConfig(Section):
     command: tuple[str, ...] | None = None
     """Command that starts a server, before the flags for model, address and layout; null: ``python -m
     sglang.launch_server`` or ``vllm serve``, from the path. Servers require their own environment: name its interpreter
-    here."""
+    here, or in the environment variable SERVER_PYTHON."""
     flags: tuple[str, ...] = ()
     """More flags for the server, after ours. With rollout.colocated one of them must bound its memory:
     ``--mem-fraction-static`` (SGLang, of what is free as it starts) or ``--gpu-memory-utilization`` (vLLM, of all)."""
@@ -292,7 +303,8 @@ class RolloutConfig(Section):
     temperature: AboveZero = 1.0
     """Sampling temperature; log-probabilities are those of the scaled distribution, in engine and trainer alike."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a completion; null: the policy's end-of-sequence tokens."""
+    """Tokens that end a completion; null: those of generation_config.json, else of config.json, and the tokenizer's end
+    of turn."""
     conversation: str | None = None
     """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: it has a conversation with the
     policy for each completion, of one sequence or several, and may call tools between its turns. ``verifiers``: the

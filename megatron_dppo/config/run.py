@@ -47,9 +47,8 @@ class RunConfig(Section):
     are named where none has moved for half of layout.timeout_s. Also seconds without progress in rollouts and
     evaluations, after which the code or the conversation that hangs is named."""
     max_idle_steps: Count = 20
-    """Steps in a row without anything to train on, after which the run is saved and ends with an error: where all
-    rewards of every group are equal, as after a collapse, no further step changes the policy. 0: go on whatever
-    comes."""
+    """Steps in a row without a gradient, after which the run is saved and ends with an error: where all rewards of
+    every group are equal, as after a collapse, no further step changes the policy. 0: go on whatever comes."""
     export: bool = True
     """Write the trained policy as a Hugging Face directory (``DIR/hf``) at the end."""
     length_gate: Annotated[float, Gt(1.0)] | None = 1.5

@@ -22,6 +22,8 @@ Seconds = AboveZero
 Keep = Fraction | Literal["auto"]
 Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
+Pool = Annotated[int, Ge(1), Le(10_000_000)]
+"""Problems that are made one by one."""
 
 Command = Literal["train", "sft", "eval", "probe-tree", "probe-batch", "compress", "serve"]
 """Command that settings are checked for."""

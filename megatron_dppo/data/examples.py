@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config import DataConfig, replace
+from megatron_dppo.data.date import stop_clock
 from megatron_dppo.data.generators import GENERATORS, TOOLS, Split
 from megatron_dppo.data.rows import Row, as_text, is_blank, is_too_deep, read_rows, without_nulls
-from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
+from megatron_dppo.data.tokenizer import Tokenizer, end_token_id, leading_tokens
 from megatron_dppo.data.turns import Tools
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import DATA_SUFFIXES, data_files, is_id
@@ -229,7 +230,7 @@ def _check_message(row: Row, message: Mapping[str, Any]) -> None:
     if not isinstance(content, str):
         kind = "no content" if content is None else f"a {type(content).__name__} for its content"
         raise row.error(f"has a prompt with a message of the {role} that has {kind}", "Give its text as a string")
-    if is_blank(content):
+    if is_blank(content) and role != "system":  # an empty one leaves out the default of Qwen2.5's template
         raise row.error(f"has a prompt with an empty message of the {role}", "Fill it in, or remove it")
 
 
@@ -262,7 +263,9 @@ def rendered(
         UserError: for a chat template that is absent or fails; with ``responses`` for a tokenizer without an end token.
     """
     texts = texts_of(examples, data, tokenizer)
-    token_ids = _tokenise(tokenizer, texts)
+    start = [] if data.chat_template else leading_tokens(tokenizer)
+    mark = tokenizer.decode(start)
+    token_ids = [start + ids for ids in _tokenise(tokenizer, [text.removeprefix(mark) for text in texts])]
     response_ids: list[list[int]] = [[] for _ in examples]
     if responses:
         end = end_token_id(tokenizer)
@@ -287,28 +290,33 @@ def is_within_limit(each: Rendered, data: DataConfig) -> bool:
 
 
 def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer) -> list[str]:
-    """The policy's input: the prompts in the chat template, or the prompts as they stand.
+    """Return the policy's input: prompts in the chat template, or prompts behind the tokens that begin a text.
 
     Raises:
         UserError: there is no template, it fails for a row, or it has no such switch as ``data.chat_template_kwargs``.
     """
     if not data.chat_template:
-        return [str(example.prompt) for example in examples]
+        mark = tokenizer.decode(leading_tokens(tokenizer))
+        return [mark + str(example.prompt).removeprefix(mark) for example in examples]
     if not tokenizer.chat_template:
         remedy = "Set data.chat_template=false, or add one"
         raise UserError("data.chat_template", True, "the tokenizer has no chat template", remedy)
-    for switch in data.chat_template_kwargs:
-        if switch in ("messages", "tools", "add_generation_prompt") or switch not in tokenizer.chat_template:
-            problem = "is no switch of the policy's chat template"
-            raise UserError("data.chat_template_kwargs", switch, problem, "Remove it, or write it as the template does")
     texts: list[str] = []
     for tools, run in groupby(examples, lambda example: example.tools):
         alike = list(run)
-        if tools and "tools" not in tokenizer.chat_template:
+        template = chat_template_for(tokenizer, tools)
+        for switch in data.chat_template_kwargs:
+            if switch in ("messages", "tools", "add_generation_prompt") or switch not in template:
+                problem = "is no switch of the policy's chat template"
+                remedy = "Remove it, or write it as the template does"
+                raise UserError("data.chat_template_kwargs", switch, problem, remedy)
+        if tools and "tools" not in template:
             remedy = "Take a policy whose template tells it of tools, or remove the column"
             raise alike[0].row.error("has tools, of which the chat template says nothing", remedy)
         chats = [_chat(example.prompt, data.system) for example in alike]
         options: dict[str, Any] = {"tools": tools or None, **data.chat_template_kwargs}
+        if data.date:
+            options["chat_template"] = stop_clock(template, data.date)
 
         def render(chats: Sequence[Messages], options: dict[str, Any] = options) -> list[str]:
             return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False, **options)
@@ -318,6 +326,20 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
         except Exception:  # a template may raise anything; one by one tells which row it was
             texts += [_of_one(example.row, render, chat) for example, chat in zip(alike, chats, strict=True)]
     return texts
+
+
+def chat_template_for(tokenizer: Tokenizer, tools: Tools) -> str:
+    """Return the chat template that transformers takes for prompts with these tools: of several, one by its name.
+
+    Raises:
+        UserError: none of several templates is the default.
+    """
+    try:
+        return tokenizer.get_chat_template(tools=tools or None)
+    except ValueError as error:
+        problem = f"the tokenizer has the chat templates {', '.join(tokenizer.chat_template or ())}, and no default"
+        remedy = "Call one of them default, or set data.chat_template=false"
+        raise UserError("data.chat_template", True, problem, remedy) from error
 
 
 def _of_one(row: Row, render: Callable[[Sequence[Messages]], list[str]], chat: Messages) -> str:

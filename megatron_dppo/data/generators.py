@@ -8,8 +8,7 @@
     #74             the label
 
 ``reasoning_gym`` (github.com/open-thought/reasoning-gym) has a hundred families of tasks. Each has a generator, and a
-verifier of its own, which ``reward.function=reasoning_gym`` calls. It is an extra:
-``pip install megatron-dppo[reasoning-gym]``.
+verifier of its own, which ``reward.function=reasoning_gym`` calls. It is the extra ``reasoning-gym``.
 
 ``verifiers`` has environments: problems with a rubric, which ``reward.function=verifiers`` asks; see
 ``data/verifiers.py``. It is an extra as well.
@@ -35,7 +34,7 @@ from typing import Any, Literal
 
 from megatron_dppo.config import ArithmeticConfig, DataConfig, ReasoningGymConfig, VerifiersConfig
 from megatron_dppo.data.rows import Row
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, install_command
 
 Split = Literal["train", "eval"]
 REASONING_GYM = "reasoning_gym"
@@ -93,7 +92,8 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
     """
     lengths = range(config.min_terms, config.max_terms + 1)
     wanted = config.problems + config.eval_problems
-    left = {length: config.max_operand**length for length in lengths}
+    # Powers of long sums have millions of digits. Two to the 64th is more than anybody asks for.
+    left = {length: min(config.max_operand ** min(length, 64), wanted) for length in lengths}
     if (most := sum(left.values())) < wanted:
         of = f"sums of {config.min_terms} to {config.max_terms} numbers up to {config.max_operand}"
         problem = f"with {config.eval_problems} held-out ones more than the {most} distinct {of}"
@@ -155,11 +155,11 @@ def check_environment(config: VerifiersConfig) -> None:
     try:
         release = version(VERIFIERS)
     except PackageNotFoundError as error:
-        remedy = "Install it: pip install megatron-dppo[verifiers]"
+        remedy = f"Install it: {install_command(VERIFIERS)}"
         raise UserError("data.train", VERIFIERS, "verifiers is not installed", remedy) from error
     if tuple(map(int, release.split(".")[:2])) >= (0, 4):
         problem = f"verifiers {release} has no load_environment any more, which environments are loaded by here"
-        raise UserError("data.train", VERIFIERS, problem, 'Install it: pip install "megatron-dppo[verifiers]"')
+        raise UserError("data.train", VERIFIERS, problem, f"Install it: {install_command(VERIFIERS)}")
     if not config.environment:
         raise UserError("data.verifiers.environment", "", "names no environment", "Give the id of one")
 
@@ -236,7 +236,7 @@ def _dataset(task: str, settings: Mapping[str, Any], *, size: int, seed: int) ->
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        remedy = "Install it: pip install megatron-dppo[reasoning-gym]"
+        remedy = f"Install it: {install_command('reasoning-gym')}"
         raise UserError("data.train", REASONING_GYM, f"reasoning-gym is not installed ({error})", remedy) from error
     if task not in DATASETS:
         near = get_close_matches(task, DATASETS, 1)

@@ -233,6 +233,7 @@ def _stored(
         "system",
         "chat_template",
         "chat_template_kwargs",
+        "date",
         "max_prompt_tokens",
         "overlong_prompts",
     )

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.data.rows import Row, read_batches, row_of_line, row_of_record
+from megatron_dppo.data.tokenizer import NAMED_TEMPLATES
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.files import file_digest
 from megatron_dppo.process.streams import progress, tell
@@ -34,11 +35,12 @@ LARGE = 16 * 2**20
 STORED = (".jsonl", ".ndjson", ".parquet")
 CACHE = "MEGATRON_DPPO_CACHE"
 """Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or ~/.cache/megatron_dppo."""
-FORM = 5
+FORM = 6
 """Version of the stored form. Prompts that another version stored in another form are made again."""
 BATCH = 1024
 """Rows that are in memory at a time."""
-TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_template*")
+CHAT_TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*")
+TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", *CHAT_TEMPLATES)
 ROWS, SUMMARY = "rows.arrow", "summary.json"
 Columns = tuple[list[int], ...]
 """The token ids of a row: those of its prompt, and of its worked answer where that is wanted."""

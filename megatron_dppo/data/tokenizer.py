@@ -11,6 +11,8 @@ import re
 import resource
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
 
@@ -27,7 +29,8 @@ def without_chat_marks(text: str) -> str:
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that a run uses."""
 
-    chat_template: str | None
+    chat_template: str | dict[str, str] | None
+    """One, or several by name."""
     eos_token_id: int | None
     pad_token_id: int | None
     name_or_path: str
@@ -53,6 +56,8 @@ class Tokenizer(Protocol):
         tokenize: bool,
         **kwargs: Any,
     ) -> list[str]: ...
+
+    def get_chat_template(self, *, tools: Any = None) -> str: ...
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -97,10 +102,44 @@ def check_embedded(tokens: Iterable[int], folder: Path, whose: str, setting: str
         raise UserError(setting, value, problem, remedy)
 
 
-def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens that end a completion: generation_config.json's, else config.json's, else the tokenizer's own.
+def leading_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the special tokens that the tokenizer puts before text, such as Llama's beginning of text."""
+    plain, whole = (tokenizer(["a"], add_special_tokens=special)["input_ids"][0] for special in (False, True))
+    starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
+    return list(whole[: next(starts, 0)])
 
-    The padding token is not one of them, unless the policy itself lists it (Qwen3 does).
+
+def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end a completion: those of the policy's files, and the tokenizer's end of turn.
+
+    The padding token is not one of them, unless either source names it (Qwen3's generation_config.json does).
+
+    Raises:
+        UserError: as ``listed_stops``; neither source names a token.
+    """
+    listed = listed_stops(path)[1]
+    if listed and tokenizer.eos_token_id is None:
+        return listed
+    return tuple(dict.fromkeys((*listed, end_token_id(tokenizer))))
+
+
+def stop_note(path: str | Path, tokenizer: Tokenizer) -> str:
+    """Return a note if the policy's files do not list the tokenizer's end of turn, else an empty text."""
+    file, listed = listed_stops(path)
+    if not listed or tokenizer.eos_token_id in (None, *listed):
+        return ""
+    own = f"{tokenizer.decode([end_token_id(tokenizer)])} (the tokenizer's eos_token)"
+    theirs = f"{', '.join(tokenizer.decode([token]) for token in listed)} ({file})"
+    return f"note: completions end at {own} and at {theirs}; rollout.stop_token_ids chooses other tokens"
+
+
+def listed_stops(path: str | Path) -> tuple[str, tuple[int, ...]]:
+    """Return ``eos_token_id`` of generation_config.json, else of config.json, after the name of the file.
+
+    The tokens are empty if neither file lists any. The name is then that of the file to list them in.
+
+    Raises:
+        UserError: a file is malformed, or a token has no row in the embedding.
     """
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
@@ -119,8 +158,8 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
         if not stops or not all(isinstance(token, int) and not isinstance(token, bool) for token in stops):
             raise UserError("model.path", file, f"has no token's id in eos_token_id ({listed!r:.60})", "Copy it again")
         check_embedded(stops, Path(path), f"eos_token_id in {name}")
-        return tuple(stops)
-    return (end_token_id(tokenizer),)
+        return name, tuple(stops)
+    return "generation_config.json", ()
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
@@ -148,38 +187,43 @@ LONGEST = 1_000_000
 TOO_LONG, NO_MEMORY = 3, 4
 """Exit codes of a process that renders."""
 CONVERSATION = [{"role": "user", "content": "Hello."}]
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of a policy's further chat templates."""
+CLOCK = "strftime_now"
+"""Function by which transformers has a chat template print the date."""
 
 
 def check_template(folder: Path) -> None:
-    """Render a short conversation with the chat template of a Hugging Face directory, in a process with limits.
+    """Render a short conversation with each chat template of a Hugging Face directory, in a process with limits.
 
     Only limits are looked at: whatever else is wrong with a template, the run's own tokenizer tells.
 
     Raises:
         UserError: the template loops, or takes too much memory, or makes a text without measure.
     """
-    if (template := _template(folder)) is None:
-        return
-    if problem := _limited(lambda: _render(template)):
-        remedy = "Take the model's own template, or set data.chat_template=false"
-        raise UserError("model.path", folder, f"its chat template {problem}", remedy)
+    for template in chat_templates(folder):
+        if problem := _limited(partial(_render, template)):
+            remedy = "Take the model's own template, or set data.chat_template=false"
+            raise UserError("model.path", folder, f"its chat template {problem}", remedy)
 
 
-def _template(folder: Path) -> str | None:
-    """As a tokenizer reads it; None where there is none, or one that only the tokenizer itself can tell."""
-    try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        pass
+def chat_templates(folder: Path) -> list[str]:
+    """Return the chat templates of a Hugging Face directory, as far as they can be read without the tokenizer."""
+    templates = []
+    for file in (folder / "chat_template.jinja", *sorted(folder.glob(f"{NAMED_TEMPLATES}/*.jinja"))):
+        with suppress(OSError, ValueError):
+            templates.append(file.read_text(encoding="utf-8"))
+    if templates:
+        return templates
     for name in ("chat_template.json", "tokenizer_config.json"):
         try:
             found = json.loads((folder / name).read_text(encoding="utf-8"))["chat_template"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
-        if isinstance(found, list):
-            found = next((each.get("template") for each in found if isinstance(each, dict)), None)
-        return found if isinstance(found, str) else None
-    return None
+        named = found if isinstance(found, list) else [{"template": found}]
+        texts = [each.get("template") for each in named if isinstance(each, dict)]
+        return [text for text in texts if isinstance(text, str)]
+    return []
 
 
 def _render(template: str) -> str:
@@ -189,6 +233,7 @@ def _render(template: str) -> str:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+    environment.globals[CLOCK] = str
     return environment.from_string(template).render(messages=CONVERSATION, add_generation_prompt=True)
 
 

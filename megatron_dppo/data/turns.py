@@ -25,6 +25,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -60,10 +61,12 @@ class Turns:
         tokenizer: Hugging Face's, of the policy.
         asked: messages of the prompt.
         say: has the policy go on.
+        tools: tools of the prompt, by which transformers chooses among several chat templates.
     """
 
-    def __init__(self, tokenizer: Any, asked: object, say: Say) -> None:
+    def __init__(self, tokenizer: Any, asked: object, say: Say, tools: Tools = ()) -> None:
         self._tokenizer, self._asked, self._say = tokenizer, asked, say
+        self._render = partial(tokenizer.apply_chat_template, tools=tools or None, tokenize=False)
         self._messages: list[Message] = []
         """All that were said so far, the last one by the policy."""
         self._last = -1
@@ -100,11 +103,10 @@ class Turns:
         """A template's text after the policy's turn, which has come after the messages ``before``."""
         if not all(isinstance(message.get("content"), str) for message in new):
             raise TurnsError("answers with more than text")
-        render = self._tokenizer.apply_chat_template
         chat = [*before, {"role": "assistant", "content": MARK}, *new]
         try:
-            until = render(before, add_generation_prompt=False, tokenize=False)
-            whole = render(chat, add_generation_prompt=True, tokenize=False)
+            until = self._render(before, add_generation_prompt=False)
+            whole = self._render(chat, add_generation_prompt=True)
         except Exception as error:  # a template may raise anything
             raise TurnsError(f"answers with messages that fail in the chat template ({error})") from error
         if whole.count(MARK) != 1 or not whole.startswith(until):

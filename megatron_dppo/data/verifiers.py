@@ -203,8 +203,9 @@ async def _rewards(items: Sequence[Any]) -> list[float]:
 async def _again(environment: Any, item: Any) -> dict[str, Any]:
     problem = item.extra["input"]
     said = Again(item.token_ids, item.loss_mask, cut_off=item.finish_reason == "length")
-    turns = Turns(_tokenizer(item.policy), problem["prompt"], said)
-    state = await play(environment, problem, turns, item.extra.get(TOOLS, ()))
+    tools = item.extra.get(TOOLS, ())
+    turns = Turns(_tokenizer(item.policy), problem["prompt"], said, tools)
+    state = await play(environment, problem, turns, tools)
     said.check_end()
     return state
 

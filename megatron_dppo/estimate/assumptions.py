@@ -81,8 +81,11 @@ class Assumptions:
     """Share of the matrix rate, for the products of large decode batches and of prefill. A guess."""
     decode_step_ms: float = 3.0
     """Milliseconds of a decode step beside reading and multiplying: scheduling, sampling, launches. A guess."""
+    decode_request_us: float = 10.0
+    """Microseconds that each completion of the batch adds to a decode step, for the server's host. A guess."""
     all_reduce_us: float = 12.0
-    """Microseconds of one all-reduce of a server's ranks over NVLink; two in each layer. A guess."""
+    """Least microseconds of one all-reduce of a server's ranks, two in each layer; a large one takes as long as its
+    bytes over NVLink. A guess."""
     server_memory_share: float = 0.85
     """Share of a GPU's memory, for a server's weights and cache; SGLang's own choice is near it on large GPUs."""
     server_buffers_gib: float = 4.0

@@ -29,6 +29,7 @@ from megatron_dppo.estimate.servers import ServerMemory, memories, server_memory
 from megatron_dppo.estimate.time import least_seconds, step_time, trainer_phases
 from megatron_dppo.estimate.workload import Setup, packs_of, place, work_of
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.process.streams import progress
 from megatron_dppo.rollout.servers.launch import spec_of
 from megatron_dppo.trainer.preflight import check_config
 
@@ -44,6 +45,11 @@ CONTEXT = (1, 2, 4, 8)
 """Context-parallel ranks that are tried."""
 MOST_VIRTUAL = 8
 """Virtual stages that are tried, at most."""
+
+MOST_GPUS = 2048
+"""GPUs that are tried. The splits between training and rollouts grow with their square."""
+MANY_SPLITS = 1000
+"""A search of so many splits, which takes seconds, prints its progress."""
 
 Change = dict[str, Any]
 """Values of settings, by their dotted names."""
@@ -92,17 +98,24 @@ def search(config: Config, assume: Assumptions, gpus: int) -> Found:
         gpus: at most. More than a node are whole nodes.
 
     Raises:
-        UserError: for no whole nodes, and for settings that contradict each other in every proposal.
+        UserError: for no whole nodes, for more than :data:`MOST_GPUS` GPUs, and for settings that contradict each other
+            in every proposal.
     """
     node = config.cluster.gpus_per_node
+    if gpus > MOST_GPUS:
+        raise UserError("--gpus", gpus, "is more than a search tries", f"Give at most {MOST_GPUS}")
     if gpus < 1 or (gpus > node and gpus % node):
         raise UserError("--gpus", gpus, f"is no number of nodes of {node} GPUs", f"Give a multiple of {node}, or fewer")
     shape, refused = shape_of(config.model.path), list[UserError]()
-    runs = (with_settings(config, split) for split in splits(config, shape, gpus))
-    setups = [Setup(run, shape, place(replace(run, layout=LayoutConfig()), shape), assume) for run in runs]
-    servers = [server_memory(setup, resident=0.0) for setup in setups]
-    roomy = [i for i, server in enumerate(servers) if server.fits]
-    floors = {i: least_seconds(setups[i], concurrency=servers[i].concurrency) for i in roomy}
+    changes, setups, floors = list(splits(config, shape, gpus)), list[Setup](), dict[int, float]()
+    with progress("search of splits", len(changes), shown=len(changes) >= MANY_SPLITS) as advance:
+        for i, change in enumerate(changes):
+            run = with_settings(config, change)
+            setups.append(Setup(run, shape, place(replace(run, layout=LayoutConfig()), shape), assume))
+            server = server_memory(setups[i], resident=0.0)
+            if server.fits:
+                floors[i] = least_seconds(setups[i], concurrency=server.concurrency)
+            advance(1)
     lay_out = _once_per_trainer(best_layout)
 
     @cache
@@ -126,10 +139,10 @@ def search(config: Config, assume: Assumptions, gpus: int) -> Found:
                 found, least = other, cost(other.seconds, other.gpus)
         return found
 
-    own = [i for i in roomy if setups[i].config.rollout.ahead == config.rollout.ahead]
+    own = [i for i in floors if setups[i].config.rollout.ahead == config.rollout.ahead]
     fastest = best(own, lambda seconds, gpus: (seconds, gpus))
     cheapest = best(own, lambda seconds, gpus: (seconds * gpus, seconds))
-    on_policy = best(set(roomy) - set(own), lambda seconds, gpus: (seconds, gpus))
+    on_policy = best(floors.keys() - set(own), lambda seconds, gpus: (seconds, gpus))
     if fastest or on_policy:
         return Found(fastest, cheapest, on_policy, None)
     if refused:

@@ -9,12 +9,14 @@ from megatron_dppo.config import Config
 from megatron_dppo.config.loss import ScheduleConfig
 from megatron_dppo.config.types import Keep
 from megatron_dppo.estimate.kernels import (
+    INSIDE,
     PRODUCTS,
     Passes,
     Seconds,
     optimizer_seconds,
     reduction_seconds,
     stage_passes,
+    wire_seconds,
 )
 from megatron_dppo.estimate.layers import delta_flops
 from megatron_dppo.estimate.memory import cache_bytes, parameters_of, shape_of
@@ -214,7 +216,7 @@ def _until_done(setup: Setup, tp: int, completions: float, batch: float) -> floa
 
 
 def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
-    """Seconds of one decode step: the longer of reading and multiplying, then all-reduces and the overhead.
+    """Seconds of one decode step: the longer of reading and multiplying, then all-reduces and the overheads.
 
     Args:
         setup: of the run.
@@ -229,8 +231,9 @@ def _decode_step(setup: Setup, tp: int, active: float, context: float) -> float:
     read = (weights.total - unread) * setup.width / tp + active * context * cache_bytes(shape, tp, setup.width)
     moved = read / (setup.gpu.bandwidth * assume.decode_bandwidth_share)
     multiplied = 2.0 * weights.active * active / tp / (setup.rate * assume.decode_flops_share)
-    reduced = 2e-6 * shape.num_layers * assume.all_reduce_us if tp > 1 else 0.0
-    return max(moved, multiplied) + reduced + assume.decode_step_ms / 1e3
+    wire = wire_seconds(setup, INSIDE, tp, active * shape.hidden * setup.width, times=2.0)
+    reduced = 2 * shape.num_layers * max(wire, assume.all_reduce_us / 1e6) if tp > 1 else 0.0
+    return max(moved, multiplied) + reduced + assume.decode_step_ms / 1e3 + active * assume.decode_request_us / 1e6
 
 
 VARIANCES: Mapping[tuple[Keep, Keep], tuple[float, float]] = {

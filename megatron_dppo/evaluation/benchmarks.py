@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -105,8 +106,12 @@ def sources(config: Config) -> list[HeldOut]:
     """Held-out sources of a run: ``data.eval``, or by default the generator's problems; then ``eval.benchmarks``.
 
     Raises:
-        UserError: for a name that is none, is another metric's or stands twice, and a benchmark whose file is absent.
+        UserError: for a name that is none, is another metric's or stands twice, and for all benchmarks without a file.
     """
+    folder = folder_of(config)
+    absent = [name for name in config.eval.benchmarks if name in BENCHMARKS and find_file(name, folder) is None]
+    if absent:
+        raise _without_files(absent, folder)
     named = [_named(entry, config) for entry in config.eval.benchmarks]
     of = config.data.eval
     train = config.data.train
@@ -136,27 +141,28 @@ def _named(entry: str, config: Config) -> HeldOut:
     return HeldOut(name, str(find_file(name, folder_of(config))), SETTING, BENCHMARKS[name])
 
 
+def _without_files(names: Sequence[str], folder: Path) -> UserError:
+    known = {name: BENCHMARKS[name] for name in names}
+    looked = "; ".join(f"{name}: {', '.join(each.files)}" for name, each in known.items())
+    problem = (
+        f"{'has' if len(known) == 1 else 'have'} no file in {folder} (looked for {looked}, as {', '.join(SUFFIXES)})"
+    )
+    published = "; ".join(f"{name}: {each.problems} problems, {each.source}" for name, each in known.items())
+    ways = f"point eval.folder or ${FOLDER} at the folder that has them, or leave them out"
+    return UserError(
+        SETTING, ", ".join(names), problem, f"Put the files there as they are published ({published}), {ways}"
+    )
+
+
 def folder_of(config: Config) -> Path:
     """Where the files of benchmarks lie."""
     return Path(config.eval.folder or os.environ.get(FOLDER) or DEFAULT_FOLDER)
 
 
-def find_file(name: str, folder: Path) -> Path:
-    """The file of a benchmark.
-
-    Raises:
-        UserError: if there is none, saying what it may be called and who publishes it.
-    """
-    benchmark = BENCHMARKS[name]
-    files = (folder / (stem + suffix) for stem in benchmark.files for suffix in SUFFIXES)
-    if file := next((file for file in files if file.is_file()), None):
-        return file
-    problem = f"has no file in {folder} (looked for {', '.join(benchmark.files)}, as {', '.join(SUFFIXES)})"
-    remedy = (
-        f"Put its {benchmark.problems} problems there as they are published ({benchmark.source}), point eval.folder or "
-        f"${FOLDER} at the folder that has them, or leave {name} out"
-    )
-    raise UserError(SETTING, name, problem, remedy)
+def find_file(name: str, folder: Path) -> Path | None:
+    """Return the file of a benchmark; None: there is none."""
+    files = (folder / (stem + suffix) for stem in BENCHMARKS[name].files for suffix in SUFFIXES)
+    return next((file for file in files if file.is_file()), None)
 
 
 @dataclass(frozen=True, slots=True)

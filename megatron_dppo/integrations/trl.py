@@ -35,6 +35,8 @@ MEANS_OVER_TOKENS = frozenset({"grpo", "sapo"})
 SKIPS_PASSES = frozenset({DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU})
 """Ways of distributing a model under which a rank may leave out a forward pass before the last one of a step. Under
 others, every micro-batch has a pass, over fewer rows."""
+MOST_ROUNDING = 0.01
+"""Advantages from here on are trained on, even if they could be rounding."""
 DEFAULT = Pruning()
 
 
@@ -85,7 +87,7 @@ class PrunedGRPOTrainer(GRPOTrainer):
         _refuse_biased_terms(self)
         self._candidates: CompletionCandidates
         self._generated = 0.0
-        self._equal_rewards: torch.Tensor
+        self._rounding: torch.Tensor
         self._pruned: deque[dict[str, torch.Tensor]] = deque()
         """Micro-batches that are left of the last draw. An empty one has no forward pass."""
         self._draws = self._passed = 0
@@ -96,9 +98,9 @@ class PrunedGRPOTrainer(GRPOTrainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards: torch.Tensor = super()._calculate_rewards(*args, **kwargs)
         if self.model.training:
-            group = rewards.view(-1, self.num_generations, rewards.size(-1))
-            equal = torch.isclose(group, group[:, :1], rtol=1e-6, atol=0.0, equal_nan=True).all(dim=2).all(dim=1)
-            self._equal_rewards = equal & (self.multi_objective_aggregation == "sum_then_normalize")
+            weighted = rewards * self.reward_weights.to(rewards.device)
+            divisors = {"group": 1e-4, "batch": 1e-4 + float(weighted.nansum(dim=1).std())}
+            self._rounding = largest_rounding(weighted, self.num_generations, divisors.get(self.scale_rewards, 1.0))
         return rewards
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -132,13 +134,13 @@ class PrunedGRPOTrainer(GRPOTrainer):
         gathered = self.accelerator.gather(local).double().cpu().numpy().reshape(-1, self.num_generations, 5)
         advantage, norms, prompts, completions, tokens = np.moveaxis(gathered, -1, 0)
         self._generated = float(completions.sum())
-        flat = self._equal_rewards.cpu().numpy()[:, None] | (advantage == 0.0)
+        flat = np.abs(advantage).max(axis=1, keepdims=True) <= self._rounding.cpu().numpy()[:, None]
         return CompletionCandidates(
             advantage=advantage,
             score=np.abs(advantage) * norms / (np.maximum(tokens, 1.0) if self.loss_type in MEANS_OVER_TOKENS else 1.0),
             cost=prompts + completions,
             floor=np.full_like(tokens, 1.0 / self.pruning.max_weight),
-            zero_advantage=(tokens == 0.0) | (flat & (self.beta == 0.0)),
+            zero_advantage=(tokens == 0.0) | ((flat | (advantage == 0.0)) & (self.beta == 0.0)),
         )
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -250,6 +252,25 @@ class PrunedGRPOTrainer(GRPOTrainer):
         finally:
             self.beta = beta
         return loss
+
+
+def largest_rounding(rewards: torch.Tensor, samples: int, divisor: float) -> torch.Tensor:
+    """Return the largest |A| that rounding alone gives to a group of equal rewards.
+
+    The mean of G equal rewards r in fp32 has an error of at most G·u·|r|, with u = 2⁻²⁴. TRL divides r − mean by
+    ``divisor``, hence |A| ≤ G·u·|r| / divisor. ``MOST_ROUNDING`` bounds the result, since large rewards over a
+    small divisor would drop real advantages.
+
+    Args:
+        rewards: [Q·G, functions], weighted; NaN where a function returned None.
+        samples: G, completions of a prompt.
+        divisor: the least by which the trainer divides a group of equal rewards.
+
+    Returns:
+        [Q]
+    """
+    largest = rewards.abs().nansum(dim=1).view(-1, samples).amax(dim=1)
+    return (largest * (samples * 2.0**-24 / divisor)).clamp(max=MOST_ROUNDING)
 
 
 class _OfEachRow(float):

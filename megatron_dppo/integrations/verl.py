@@ -81,8 +81,9 @@ class Draw(NamedTuple):
 def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: list[int]) -> Draw:
     """Draw the rows of a step.
 
-    A row stays in its mini-batch, so that the gradient of each is unbiased. All mini-batches get as many rows as the
-    largest requires: the shortest rows that were not drawn fill up the others, with the weight 0.
+    A row stays in its mini-batch. Each mini-batch has a draw of its own, because earlier draws have moved the
+    parameters, and a draw must be independent of the parameters. All mini-batches get as many rows as the largest
+    requires: the shortest rows that were not drawn fill up the others, with the weight 0.
 
     Args:
         rows: of the whole batch, which verl has balanced over its ranks.
@@ -99,25 +100,28 @@ def draw(rows: Rows, config: DictConfig, pruning: Pruning, *, ranks: int, step: 
     sizes = np.sqrt((masked**2).sum(1).numpy() / lengths)
     advantages = np.where(masked.sum(1).numpy() < 0.0, -sizes, sizes)
     _, groups = np.unique(rows.groups, return_inverse=True)
-    by_group = np.lexsort((advantages, groups))  # neighbours are seldom kept together: spreads the draw over prompts
-    column = by_group[:, None]
-    kept = prune(
-        lengths[column],
-        np.zeros(column.shape),
-        [[rows.logprobs[row][mask[row]].double().numpy() if mask[row].any() else [0.0]] for row in by_group],
-        pruning.budget,
-        advantages=advantages[column],
-        prompt_lengths=(rows.tokens - lengths)[by_group],
-        rule=pruning.rule,
-        sequence_mean=aggregation == "seq-mean-token-mean",
-        max_weight=pruning.max_weight,
-        seed=[pruning.seed, *step],
-    )
-    weights = np.zeros(len(lengths))
-    weights[by_group] = kept.weights[:, 0]
 
     whole = actor.ppo_mini_batch_size * samples
-    mini_batches = np.arange(len(weights)).reshape(ranks, -1, whole // ranks).swapaxes(0, 1).reshape(-1, whole)
+    mini_batches = np.arange(len(lengths)).reshape(ranks, -1, whole // ranks).swapaxes(0, 1).reshape(-1, whole)
+    weights = np.zeros(len(lengths))
+    for number, members in enumerate(mini_batches):
+        # Neighbours are seldom kept together: this order spreads the draw over prompts.
+        members = members[np.lexsort((advantages[members], groups[members]))]
+        column = members[:, None]
+        kept = prune(
+            lengths[column],
+            np.zeros(column.shape),
+            [[rows.logprobs[row][mask[row]].double().numpy() if mask[row].any() else [0.0]] for row in members],
+            pruning.budget,
+            advantages=advantages[column],
+            prompt_lengths=(rows.tokens - lengths)[members],
+            rule=pruning.rule,
+            sequence_mean=aggregation == "seq-mean-token-mean",
+            max_weight=pruning.max_weight,
+            seed=[pruning.seed, *step, number],
+        )
+        weights[members] = kept.weights[:, 0]
+
     multiple = ranks * _rows_multiple(actor)
     most = max(int((weights[mini_batches] > 0.0).sum(axis=1).max()), 1)
     mini_batch = min(math.ceil(most / multiple) * multiple, whole)

@@ -1,8 +1,9 @@
 """``python -m megatron_dppo.launch.health``: a look at the nodes of a job before its run (``job.sh``).
 
 One process for each rank, started by srun or torchrun. The first of each node asks ``nvidia-smi`` for memory errors and
-DCGM for its quick diagnosis, where these are installed. Then all ranks add up a tensor, by NCCL where torch sees GPUs,
-else by gloo. Rank 0 prints one line for each fault, or the time of the sum; the exit code is then 1, or 0.
+DCGM for its quick diagnosis, where these are installed. Then all ranks connect by gloo, and add up a tensor: by NCCL
+where torch sees GPUs, else by gloo. Rank 0 prints one line for each fault, or the time of the sum; the exit code is
+then 1, or 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -24,8 +26,13 @@ from megatron_dppo.parallel.meeting import LOOPBACK
 
 WAIT_S = 120.0
 """How long ranks wait for one another."""
-MIB, ROUNDS = 64, 5
-"""Size of the tensor that is added up, and how often."""
+MIB = {"gloo": 64, "nccl": 1024}
+"""Size of the tensor that is added up, by backend: on GPUs, large enough that latency between many nodes is small."""
+ROUNDS = 5
+FLOOR = "HEALTH_CHECK_GBPS"
+"""Environment variable with the least bandwidth of a rank between nodes, in GB/s."""
+FLOORS = {"gloo": 0.0, "nccl": 10.0}
+"""Default of ``FLOOR`` by backend: NCCL over TCP, its silent fallback without InfiniBand's libraries, stays below."""
 DIAGNOSIS_S = 300.0
 DCGM = ("dcgmi", "discovery", "-l"), ("dcgmi", "diag", "-r", "1")
 """The second command works only where the first one finds a host engine."""
@@ -57,7 +64,7 @@ def _ask(*command: str) -> tuple[int, str]:
     return done.returncode, " ".join(f"{done.stdout}\n{done.stderr}".split()) if done.returncode else done.stdout
 
 
-def all_reduce_s(rank: int, size: int) -> float:
+def all_reduce_s(rank: int, size: int, mib: int, group: dist.ProcessGroup | None) -> float:
     """The shortest time of several sums over all ranks, in seconds. Collective.
 
     Raises:
@@ -66,15 +73,36 @@ def all_reduce_s(rank: int, size: int) -> float:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     times = []
     for _ in range(ROUNDS):
-        tensor = torch.full((MIB * 2**18,), rank + 1.0, device=device)
-        dist.barrier()
+        tensor = torch.full((mib * 2**18,), rank + 1.0, device=device)
+        dist.barrier()  # by gloo, as of a run's control group
         began = time.perf_counter()
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group)
         wrong = int((tensor != size * (size + 1) / 2).sum())  # waits for the device
         times.append(time.perf_counter() - began)
         if wrong:
             raise RuntimeError(f"the sum over all ranks is wrong in {wrong} of {tensor.numel()} places")
     return min(times)
+
+
+def slow_network(bandwidth: float, nodes: Sequence[str], backend: str) -> str | None:
+    """Return the fault of a network between nodes that is slower than ``HEALTH_CHECK_GBPS``.
+
+    Args:
+        bandwidth: bus bandwidth of a sum over all ranks, in GB/s: that of a whole node's network.
+        nodes: node of each rank.
+        backend: that added up, ``gloo`` or ``nccl``.
+    """
+    given = os.environ.get(FLOOR, "")
+    try:
+        least = float(given) if given else FLOORS[backend]
+    except ValueError:
+        return f"{FLOOR} = {given}: is no number of GB/s"
+    ranks = Counter(nodes)
+    each = bandwidth / max(ranks.values())
+    if len(ranks) == 1 or each >= least:
+        return None
+    hint = "with NCCL_DEBUG=INFO, NCCL names its network: NET/IB is InfiniBand, NET/Socket is TCP"
+    return f"{each:.3g} GB/s a rank between nodes, by {backend}: below {FLOOR} = {least:g}; {hint}"
 
 
 def main(wait_s: float = WAIT_S) -> int:
@@ -92,7 +120,8 @@ def main(wait_s: float = WAIT_S) -> int:
     told = {name: os.environ.get(name, value) for name, value in alone.items()}
     rank, size, local, port = (int(told[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has a store there
-    host, node, limit = told["MASTER_ADDR"], socket.gethostname(), timedelta(seconds=wait_s)
+    host, limit = told["MASTER_ADDR"], timedelta(seconds=wait_s)
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
         store = dist.TCPStore(host, port, size, is_master=hosts, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
@@ -121,13 +150,26 @@ def main(wait_s: float = WAIT_S) -> int:
     by = "nccl" if gpus else "gloo"
     if gpus:
         torch.cuda.set_device(0 if gpus == 1 else local)
-    dist.init_process_group(by, store=store, rank=rank, world_size=size, timeout=limit)
-    seconds = all_reduce_s(rank, size)
-    dist.destroy_process_group()
-    if rank == 0:
-        names, moved = " ".join(dict.fromkeys(name for name, _ in found)), 2 * (size - 1) / size * MIB * 2**20
-        figures = f"{1e3 * seconds:.1f} ms: {1e-9 * moved / seconds:.2f} GB/s of bus bandwidth"
-        print(f"{size} ranks on {names} add up {MIB} MiB by {by} in {figures}")
+    trying = "gloo"
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        trying = by
+        group = dist.new_group(backend=by, timeout=limit) if gpus else None
+        seconds = all_reduce_s(rank, size, MIB[by], group)
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        hint = f"{trying.upper()}_SOCKET_IFNAME names the network's interface between nodes"
+        print(f"error: {node}: {trying}: {str(error).splitlines()[0]}; {hint}")
+        return 1
+    if rank:
+        return 0
+    among = [name for name, _ in found]
+    bandwidth = 1e-9 * 2 * (size - 1) / size * MIB[by] * 2**20 / seconds
+    figures = f"{1e3 * seconds:.1f} ms: {bandwidth:.2f} GB/s of bus bandwidth"
+    print(f"{size} ranks on {' '.join(dict.fromkeys(among))} add up {MIB[by]} MiB by {by} in {figures}")
+    if fault := slow_network(bandwidth, among, by):
+        print(f"error: {fault}")
+        return 1
     return 0
 
 

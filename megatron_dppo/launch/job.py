@@ -6,6 +6,7 @@ log.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dppo.config import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, install_command
 from megatron_dppo.parallel.layout import resolve_layout
-from megatron_dppo.rollout.servers.launch import gpus_to_reserve
+from megatron_dppo.rollout.servers.launch import SERVER_PYTHON, gpus_to_reserve
 
 PACKAGE = Path(__file__).parents[1]
 EXAMPLES = PACKAGE / "examples" if (PACKAGE / "examples").is_dir() else PACKAGE.parent
@@ -83,6 +84,8 @@ def job_environment(config: Config) -> dict[str, str]:
     """Variables that ``job.sh`` reads."""
     cluster = config.cluster
     told = {"CONTAINER": cluster.container or "", "CONTAINER_MOUNTS": ",".join(cluster.mounts)}
+    if python := os.environ.get(SERVER_PYTHON):
+        told |= {SERVER_PYTHON: python}
     return told if cluster.container else {**told, "PYTHON": sys.executable}
 
 
@@ -216,6 +219,6 @@ def _nemo_run() -> Any:
     try:
         import nemo_run
     except ImportError as error:
-        remedy = "Install it: pip install 'megatron-dppo[nemo-run]'"
+        remedy = f"Install it: {install_command('nemo-run')}"
         raise UserError("launch", "nemo_run", f"NeMo-Run cannot be imported ({error})", remedy) from None
     return nemo_run

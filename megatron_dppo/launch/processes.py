@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import stat
 import subprocess
 import tempfile
 import threading
@@ -19,6 +20,7 @@ from types import FrameType
 
 from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, listen
 from megatron_dppo.process import lifetime
+from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import tell
 
 LOOK_S = 0.05
@@ -98,10 +100,22 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure, 
                 _wait(processes, GRACE_S)  # the others have saved as well, and are closing what they hold
             return code
         if all(code == 0 for code in codes.values()):
-            return 0
+            return _whole(failure, ranks=len(processes))
         before = now
         meanwhile()
         time.sleep(LOOK_S)
+
+
+def _whole(failure: FirstFailure, *, ranks: int) -> int:
+    """Return 0 if the job of every rank reached its end, else 1."""
+    cut_short = [rank for rank in range(ranks) if not failure.has_ended(rank)]
+    if not cut_short:
+        return 0
+    failure.say(
+        f"error: rank {cut_short[0]} ended with exit code 0 before its job had ended. Code that it calls (a reward, a "
+        "conversation, a library in C) called _exit, or replaced the process by another program"
+    )
+    return 1
 
 
 def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived: float) -> int:
@@ -168,9 +182,6 @@ def _ending_signals() -> Iterator[Callable[[], None]]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-
-MARKER = "MEGATRON_DPPO_FAILURE"
-"""Environment variable with the path of the marker that the launcher chose for its ranks."""
 
 CLOCK_S = 1.0
 """By how much a file's time may lag behind this process's clock."""
@@ -241,6 +252,17 @@ class FirstFailure:
         while not self._marker.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 
+    def note_end(self, rank: int) -> None:
+        """Note that the job of a rank reached its end: an exit code of 0 alone does not tell that."""
+        self._end_of(rank).touch()
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the job of a rank reached its end."""
+        return self._end_of(rank).exists()
+
+    def _end_of(self, rank: int) -> Path:
+        return self._marker.with_name(f"{self._marker.name}.end-{rank}")
+
     def forget(self) -> None:
         """Remove the marker, which a rank alone leaves to nobody."""
         self._marker.unlink(missing_ok=True)
@@ -258,5 +280,16 @@ def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:
     if "SLURM_STEP_ID" not in environ:
         parts.append(str(os.getppid()))  # torchrun's agent: its run ids and ports are the same run after run
     run = "/".join(parts)
-    folder = run_dir if run_dir.is_dir() else Path(tempfile.gettempdir())
+    folder = run_dir if run_dir.is_dir() else _own_folder()
     return folder / f".megatron-dppo-failure-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
+
+
+def _own_folder() -> Path:
+    """Return a temporary folder that nobody but this user writes to, the same for all of the user's processes."""
+    folder = Path(tempfile.gettempdir(), f"megatron-dppo-{os.getuid()}")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    return Path(tempfile.mkdtemp())  # somebody else made it: every rank speaks

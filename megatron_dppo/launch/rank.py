@@ -21,14 +21,14 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from megatron_dppo.config import Config
-from megatron_dppo.errors import UserError, error_text
-from megatron_dppo.launch.processes import MARKER, FirstFailure, marker_for
+from megatron_dppo.errors import StandstillError, UserError, error_text
+from megatron_dppo.launch.processes import FirstFailure, marker_for
 from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_one_machine
 from megatron_dppo.process import lifetime
 from megatron_dppo.process.files import too_few_files
-from megatron_dppo.process.lifetime import die_with
+from megatron_dppo.process.lifetime import MARKER, die_with
 from megatron_dppo.process.streams import outlive_readers, quieten, tell
-from megatron_dppo.rollout.servers.launch import rank_environment
+from megatron_dppo.rollout.servers.launch import ALLOCATOR, rank_environment
 from megatron_dppo.settings import load_config
 
 LAUNCHER = "MEGATRON_DPPO_LAUNCHER"
@@ -81,6 +81,8 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
         raise
     except BaseException as error:  # torch's errors of distributed checkpoints, and SystemExit, are no Exceptions
         code = _report(config, error, failure)
+    if code == 0 and MARKER in os.environ:
+        failure.note_end(int(os.environ["RANK"]))
     sys.stdout.flush()
     sys.stderr.flush()
     if code and int(os.environ["WORLD_SIZE"]) > 1:
@@ -98,25 +100,27 @@ def _is_alone() -> bool:
 @contextmanager
 def _exits_reported(failure: FirstFailure) -> Iterator[None]:
     """Within it ``os._exit`` in this process, by whatever code, is reported as a crash. Forked copies keep theirs."""
-    rank, leave = os.getpid(), os._exit
+    rank, leave, said = os.getpid(), os._exit, lifetime.leave
 
-    def report(status: int) -> NoReturn:
-        code = status
-        if os.getpid() == rank:
-            stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
-            text = f"{_name()} was ended by os._exit({status}), called at:\n{stack}"
-            speaks, code = failure.claim(1, text)
-            if speaks:
-                tell(text)
-            if _is_alone():
-                failure.forget()
+    def end(code: int, text: str) -> NoReturn:
+        speaks, code = failure.claim(code, text)
+        if speaks:
+            tell(text)
+        if _is_alone():
+            failure.forget()
         leave(code)
 
-    os._exit = report
+    def report(status: int) -> NoReturn:
+        if os.getpid() != rank:
+            leave(status)
+        stack = "".join(traceback.format_stack(sys._getframe(1))).rstrip()
+        end(1, f"{_name()} was ended by os._exit({status}), called at:\n{stack}")
+
+    os._exit, lifetime.leave = report, end
     try:
         yield
     finally:
-        os._exit = leave
+        os._exit, lifetime.leave = leave, said
 
 
 def _function(job: str | Callable[[Config], None]) -> Callable[[Config], None]:
@@ -133,6 +137,10 @@ def set_environment(config: Config) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # servers elsewhere would not reach it there
     for name, value in rank_environment(config.rollout).items():
         os.environ.setdefault(name, value)
+    # Packs differ in length, and fixed segments fragment. Beside colocated servers, which need memory to be released
+    # between phases, segments that grow were not tried.
+    if not config.rollout.colocated and not os.environ.keys() & {*ALLOCATOR}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if config.model.deterministic:
         os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
 
@@ -144,6 +152,8 @@ def lost_contact(error: BaseException) -> bool:
 
 def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
     """Say why the job has failed, unless another rank has. Returns the exit code of the run."""
+    if isinstance(error, StandstillError):
+        error = error.error
     if TOO_MANY_FILES in f"{error!r} {error.__cause__!r} {error.__context__!r}":  # libraries have errors of their own
         error = too_few_files(error)
     elif isinstance(error, OSError):
@@ -165,13 +175,26 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
 
 
 def _disk_error(config: Config, error: OSError) -> UserError | None:
-    """Error about ``run.dir`` for the user: its disk is full, or something stands where the run has its files."""
+    """Return the error about ``run.dir`` for the user.
+
+    - The disk is full.
+    - A file or folder of the run was removed.
+    - Something is in the way of a file or folder of the run.
+    """
     if error.errno in DISK_IS_FULL:
         problem = f"could not be written to ({error}); the last good checkpoint is untouched"
         remedy = "Free some room or point run.dir at another disk, and run the same command again: it resumes"
         return UserError("run.dir", config.run.dir, problem, remedy)
     names = [name for name in (error.filename2, error.filename) if isinstance(name, str)]
-    if any(Path(config.run.dir).absolute() in Path(name).absolute().parents for name in names):
+    run = Path(config.run.dir)
+    folders = {run.absolute(), Path(os.path.realpath(run))}
+    if any(folders & {*Path(name).absolute().parents} for name in names):
+        path = Path(names[0]).absolute()
+        absent = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+        if error.errno == errno.ENOENT and absent:
+            problem = "is gone: something removed it, or a folder above it, during the run"
+            remedy = "Put it back, or run the same command again: it resumes from the last checkpoint that is left"
+            return UserError("run.dir", absent[-1], problem, remedy)
         problem = f"is in the way ({error.strerror or error}): a run has a file or folder of its own there"
         remedy = "Move it away, or see to its permissions, and run the same command again"
         return UserError("run.dir", names[0], problem, remedy)

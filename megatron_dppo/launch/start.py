@@ -17,15 +17,24 @@ from megatron_dppo.bridge.checkpoint_folder import latest_step
 from megatron_dppo.config import Config, LayoutConfig
 from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.errors import MistakesError, UserError
-from megatron_dppo.launch.processes import MARKER, FirstFailure, run_ranks
+from megatron_dppo.launch.job import servers_per_node
+from megatron_dppo.launch.processes import FirstFailure, run_ranks
 from megatron_dppo.launch.rank import LAUNCHER, obey_launcher, rank_main, set_environment
 from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
 from megatron_dppo.process.files import open_more_files, refuse_if_held
+from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import outlive_readers, tell
-from megatron_dppo.rollout.servers.launch import gpus_to_reserve
+from megatron_dppo.rollout.servers.launch import HOSTS, OVERRIDE, gpus_to_reserve
 from megatron_dppo.settings import as_yaml
-from megatron_dppo.trainer.preflight import checks_of_functions, found_by, mistakes, preflight, prepare_data
+from megatron_dppo.trainer.preflight import (
+    checks_of_functions,
+    found_by,
+    mistakes,
+    preflight,
+    prepare_data,
+    tokenise_data,
+)
 
 
 def run(command: Command, config: Config) -> int:
@@ -213,17 +222,31 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
     Raises:
         MistakesError: for everything that is wrong, as far as it can be looked at by itself.
     """
-    found = [*mistakes(config, command)]
+    environ = _with_server_nodes(config, os.environ)
+    found = [*mistakes(config, command, environ)]
+    if environ is not os.environ:
+        found += found_by([partial(servers_per_node, config)], after=found)
     with redirect_stdout(sys.stderr):  # what is imported may print
         found += found_by(checks_of_functions(config, command), after=found)
     if ranks:
         found += found_by([partial(resolve_layout, config.layout, ranks)], after=found)
     if not found:
-        found += found_by([partial(prepare_data, config, command)])
+        found += found_by([partial(prepare_data, config, command), partial(tokenise_data, config, command)])
     if found:
         raise MistakesError(found)
     done = latest_step(Path(config.run.dir) / "checkpoints") or 0
     return f"{config.run.dir}: {done} of {config.run.steps} steps are done"
+
+
+def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Name the nodes of ``cluster.server_nodes`` where no Slurm job names them, as on a login node."""
+    nodes, wanted = config.cluster.server_nodes, config.rollout.served and config.rollout.servers == "slurm"
+    if not wanted or not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
+        return environ
+    tell(
+        f"note: no Slurm job here: cluster.server_nodes = {nodes} is assumed; the job checks its own nodes for servers"
+    )
+    return {**environ, HOSTS: ",".join(f"node{number}" for number in range(nodes))}
 
 
 FIRST_PORT, PORTS = 20000, 20000

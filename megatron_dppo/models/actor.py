@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,13 @@ Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
 """From a pack's responses to its share of the minibatch's loss (a sum) and to sums for the metrics."""
 Reduce = Callable[[Microbatch, DeviceArrays, tuple[torch.Tensor, ...]], tuple[torch.Tensor, Sums]]
 """The same from what the last stage returns of a microbatch."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def with_gradients(function: Function) -> Function:
+    """Run a function with gradients enabled. A user's file may have disabled them for this thread: many scripts that
+    judge answers begin with ``torch.set_grad_enabled(False)``."""
+    return torch.inference_mode(False)(torch.enable_grad()(function))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +265,7 @@ class Actor(Policy):
         if self._offloaded is not None:
             self._offloaded.leave_device()
 
+    @with_gradients
     def update(self, microbatches: Sequence[Microbatch], loss: Loss, *, lr: float) -> UpdateResult:
         """One optimizer step on a minibatch. Collective over all ranks, which have equally many microbatches.
 

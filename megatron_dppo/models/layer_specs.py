@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch.nn import functional
 
 from megatron_dppo.config import Config, ModelConfig, replace
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, install_command
 from megatron_dppo.models.context import gather_segments, held_positions
 from megatron_dppo.models.prefix_attention import SharedPrefixes, attend_along_paths
 from megatron_dppo.models.shape import PolicyShape
@@ -53,7 +53,7 @@ def choose_spec(model: ModelConfig) -> Spec:
         return "torch" if missing or model.dtype == "fp32" else "te"
     if model.spec == "te" and missing:
         problem = f"this machine has no {' and no '.join(missing)}"
-        remedy = "set it to torch or auto, or install megatron-dppo[gpu] beside CUDA"
+        remedy = f"set it to torch or auto, or install Transformer Engine beside CUDA: {install_command('gpu')}"
         raise UserError("model.spec", "te", problem, remedy)
     return model.spec
 

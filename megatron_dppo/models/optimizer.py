@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import ChainedOptimizer
-from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier
+from megatron.core.optimizer import ChainedOptimizer, clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
@@ -44,7 +43,8 @@ def gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
         square = torch.zeros(1, device=device)
         if gradients:
             overflow = torch.zeros(1, dtype=torch.int, device=device)
-            norm, _ = multi_tensor_applier(l2_norm_impl, overflow, [gradients], False)
+            # By the module: without CUDA its functions are replaced.
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
             square = norm**2.0
         dist.all_reduce(square, group=some[0].get_grad_stats_parallel_group())
         squares.append(square)

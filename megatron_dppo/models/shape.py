@@ -19,7 +19,11 @@ from megatron_dppo.rl.types import RoutingShape
 
 LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
 """Most of what names of tensors are made for; of anything else there may be 10⁹."""
-ROPE_THETA = 10000.0
+FP32 = 2.0**-126, 2.0**127
+"""Least and largest number: outside, fp32 has 0 or infinity."""
+LEAST = {"rope_theta": 1.0, "factor": 1.0}
+"""Larger bounds: below, frequencies of rotary positions grow to infinity."""
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 """transformers' own, for a config.json that names none."""
 
 
@@ -160,46 +164,63 @@ def read_shape(path: str | Path) -> PolicyShape:
 
 def _shape(path: str | Path, config: dict[str, Any]) -> PolicyShape:
     family = _family(path, config)
-    config = {**config, **config[family.text_config], "model_type": family.model_type} if family.text_config else config
-    rope = _rope(config)
-    heads, rope_type = _count(config, "num_attention_heads"), rope.get("rope_type", rope.get("type", "default"))
+    text = {**config[family.text_config], "model_type": family.model_type} if family.text_config else {}
+    config = {**config, **text}
+    rope = _rope(path, config, family)
+    heads = _count(config, "num_attention_heads")
     absent = {"head_dim": _count(config, "hidden_size") // heads, "num_key_value_heads": heads}
-    thetas = (rope.get("rope_theta"), config.get("rope_theta"), ROPE_THETA)
-    config = {
-        **config,
-        **{name: absent[name] for name in family.optional if config.get(name) is None},
-        "rope_theta": next(theta for theta in thetas if theta is not None),
-        "rope_type": rope_type,
-    }
+    config |= {name: absent[name] for name in family.optional if config.get(name) is None}
+    config |= {name: rope[name] for name in ROPE}
     if "attention_interval" in family.keys:
-        config |= _of_hybrids(config, rope)
+        config["full_attention_interval"] = _attention_interval(config)
     scalings = {scaling.rope_type: scaling for scaling in family.rope_scalings}
-    for name, values in {**family.supported, "rope_type": ("default", *scalings)}.items():
+    supported = {**family.supported, "rope_type": ("default", *scalings)}
+    if "rotary_fraction" not in family.keys:
+        supported["partial_rotary_factor"] = (1.0,)
+    for name, values in supported.items():
         if (value := config.get(name, family.absent.get(name, values[0]))) not in values:
             possible = " or ".join(map(json.dumps, values))
             problem = f"its config.json has {name} = {json.dumps(value):.60}, which is not supported"
             raise UserError("model.path", path, problem, f"give a model whose {name} is {possible}")
     sizes = {field: _value(config, name, FIELDS[field]) for field, name in {**KEYS, **family.keys}.items()}
-    if scaling := scalings.get(rope_type):
+    if scaling := scalings.get(rope["rope_type"]):
         sizes["rope_scaling"] = scaling(**{each.name: _number(each.name, rope[each.name]) for each in fields(scaling)})
     shape = PolicyShape(**sizes, architecture=family.architecture)
+    _check_sizes(shape)
     if shape.experts_per_token == 1 and shape.renormalises_experts:
         problem = "it gives every token a single expert, always of weight one, which is not supported"
         raise UserError("model.path", path, problem, "give a model whose num_experts_per_tok is 2 or more")
     return shape
 
 
-def _of_hybrids(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
-    """The interval between layers with attention, and the turned part of heads, with transformers' defaults."""
-    kinds, interval = config.get("layer_types"), config.get("full_attention_interval", 4)
+def _attention_interval(config: dict[str, Any]) -> int:
+    """Return the interval between layers with attention, with transformers' default."""
+    config, kinds = {"full_attention_interval": 4, **config}, config.get("layer_types")
     if isinstance(kinds, list) and "full_attention" in kinds:
-        interval = kinds.index("full_attention") + 1
-    layers = _count(config, "num_hidden_layers")
+        config["full_attention_interval"] = kinds.index("full_attention") + 1
+    interval, layers = (_count(config, name) for name in ("full_attention_interval", "num_hidden_layers"))
     regular = ["linear_attention" if end % interval else "full_attention" for end in range(1, layers + 1)]
     if kinds not in (None, regular) or interval < 2 or interval > layers:
-        raise ValueError(f"layer_types = {json.dumps(kinds):.60}, which is no regular change of kinds")
-    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
-    return {"full_attention_interval": interval, "partial_rotary_factor": fraction}
+        given = f"full_attention_interval = {interval} and layer_types = {json.dumps(kinds):.60}"
+        raise ValueError(f"{given}, which is no regular change of kinds")
+    return interval
+
+
+def _check_sizes(shape: PolicyShape) -> None:
+    """
+    Raises:
+        ValueError: a size does not fit another one.
+    """
+    fraction, chosen, keys = shape.rotary_fraction, shape.experts_per_token, shape.delta_keys
+    turned = math.ceil(int(fraction * shape.head_dim) / 2) * 2  # frequencies turn pairs
+    for fits, problem in (
+        (shape.heads % shape.kv_heads == 0, f"num_key_value_heads = {shape.kv_heads} for {shape.heads} query heads"),
+        (0 < turned <= shape.head_dim, f"partial_rotary_factor = {fraction:g} for head_dim = {shape.head_dim}"),
+        (chosen <= shape.experts, f"num_experts_per_tok = {chosen} for {shape.experts} experts"),
+        (shape.delta_values % max(keys, 1) == 0, f"linear_num_key_heads = {keys} for {shape.delta_values} value heads"),
+    ):
+        if not fits:
+            raise ValueError(f"{problem}, which does not fit")
 
 
 def _value(config: dict[str, Any], name: str, annotation: Any) -> Any:
@@ -208,7 +229,9 @@ def _value(config: dict[str, Any], name: str, annotation: Any) -> Any:
     name = next((each for each in reversed(others) if config.get(each)), first)
     kind = getattr(annotation, "__origin__", annotation)
     if kind is bool:
-        return bool(config.get(name, False))
+        if not isinstance(value := config.get(name, False), bool):
+            raise ValueError(f"{name} = {json.dumps(value):.60}, which is neither true nor false")
+        return value
     return _number(name, config[name]) if kind is float else _count(config, name)
 
 
@@ -222,17 +245,38 @@ def _count(config: dict[str, Any], key: str) -> int:
 
 
 def _number(key: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{key} = {json.dumps(value):.60}, which is no number above 0")
+    least, most = LEAST.get(key, FP32[0]), FP32[1]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{key} = {json.dumps(value):.60}, which is no number from {least:.3g} to {most:.3g}")
     return float(value)
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and ``rope_scaling``."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters = {json.dumps(rope):.60}, which is no object")
-    return rope
+def _rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the settings of rotary positions, those of ``ROPE`` by transformers' defaults if need be.
+
+    Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and ``rope_scaling``.
+
+    Raises:
+        UserError: both objects are there, and differ. Transformers reads ``rope_scaling`` alone.
+        ValueError: a setting has another type.
+    """
+    defaults = {**ROPE, **({"partial_rotary_factor": 0.25} if "rotary_fraction" in family.keys else {})}
+    defaults |= {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
+    found = []
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = config.get(name) or {}
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise ValueError(f"{name} = {json.dumps(rope):.60}, which is no object of numbers for all layers")
+        older = {"rope_type": rope["type"]} if "type" in rope else {}
+        found += [{**defaults, **older, **rope, "type": ""}] if rope else []
+    if found[1:] and found[0] != found[1]:
+        problem = "its config.json has a rope_scaling and rope_parameters that differ"
+        raise UserError("model.path", path, problem, "remove the wrong one")
+    settings = found[0] if found else defaults
+    section = settings.get("mrope_section", [0, 0, 0])
+    if not isinstance(section, list) or [type(part) for part in section] != [int] * 3:
+        raise ValueError(f"mrope_section = {json.dumps(section):.60}, which is no list of three counts")
+    return settings
 
 
 def _family(path: str | Path, config: dict[str, Any]) -> Family:

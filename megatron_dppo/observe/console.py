@@ -13,6 +13,7 @@ from typing import TextIO
 import rich.console
 from rich.text import Text
 
+from megatron_dppo.errors import printable
 from megatron_dppo.observe.timers import breakdown
 
 HEADER_EVERY = 25
@@ -87,11 +88,11 @@ class Console:
         """Print a line of words. The same words are printed once in a run, unless ``again``."""
         if again or text not in self._said:
             self._said.add(text)
-            self._print(Text("note  ", style="bold yellow").append(text, style="not bold default"))
+            self._print(Text("note  ", style="bold yellow").append(printable(text), style="not bold default"))
 
     def banner(self, lines: Sequence[str]) -> None:
         """Print a few lines with an empty line before and after them."""
-        self._print(Text("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n"))
+        self._print(Text(printable("\n" + "\n".join(f"  {line}" if line else "" for line in lines) + "\n")))
 
     def _print(self, text: Text) -> None:
         self._out.print(text)

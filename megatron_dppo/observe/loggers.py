@@ -27,16 +27,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, install_command, without_passwords
+from megatron_dppo.observe.private import PRIVATE, public
 from megatron_dppo.process.files import replace_text
 
 Row = Mapping[str, float]
 STATE = "loggers.json"
 PROJECT = "megatron_dppo"
 """Project of the three, unless their own variable names another."""
-PRIVATE = ("rollout.launch.", "rollout.servers", "loss.distillation.teachers", "data.verifiers.arguments")
-"""Settings that no logger is told: commands, variables and addresses may have a secret in them."""
-_USER_OF_URL = re.compile(r"//[^/@\s]+@")
 _PARAMETERS_AT_ONCE, _LONGEST_PARAMETER = 100, 6000
 """Most that MLflow takes."""
 
@@ -186,7 +184,7 @@ def check_loggers(names: Sequence[str]) -> None:
     """
     for name in names:
         if name in _OPEN and importlib.util.find_spec(name) is None:
-            remedy = f"Install it: pip install 'megatron-dppo[{name}]'"
+            remedy = f"Install it: {install_command(name)}"
             raise UserError("run.loggers", name, f"{name} is not installed in this environment", remedy)
 
 
@@ -224,13 +222,13 @@ class Loggers:
         self._sinks: dict[str, Sink] = {}
         self._owed: dict[str, list[Mapping[str, Any]]] = {}
         """Rows that a logger was not given yet, by its name."""
-        shown = {key: _shown(value) for key, value in settings.items() if not key.startswith(PRIVATE)}
+        shown = {key: public(key, value) for key, value in settings.items() if not key.startswith(PRIVATE)}
         for name in (name for name in names if name in _OPEN):
             known = self._state.get(name)
             try:
                 self._sinks[name] = sink = _OPEN[name](folder, shown, known["run"] if known else None)
             except Exception as error:  # each library has its own
-                problem = f"cannot be opened ({type(error).__name__}: {_shown(str(error))})"
+                problem = f"cannot be opened ({type(error).__name__}: {without_passwords(str(error))})"
                 remedy = "See to its server and its credentials, or leave it out: metrics.jsonl has every row"
                 raise UserError("run.loggers", name, problem, remedy) from error
             self._state[name] = {"run": sink.run, "step": known["step"] if known else -1}
@@ -250,7 +248,7 @@ class Loggers:
                     self._give(name, sink, owed[0])
                     owed.pop(0)
             except Exception as error:
-                problem = _shown(f"{type(error).__name__}: {error}")
+                problem = without_passwords(f"{type(error).__name__}: {error}")
                 self._say(f"{name} did not take a row, and is given it again with the next one ({problem})")
 
     def close(self, *, finished: bool) -> None:
@@ -263,7 +261,7 @@ class Loggers:
             try:
                 sink.close(finished=finished)
             except Exception as error:
-                self._say(f"{name} was not closed ({_shown(f'{type(error).__name__}: {error}')})")
+                self._say(f"{name} was not closed ({without_passwords(f'{type(error).__name__}: {error}')})")
 
     def _give(self, name: str, sink: Sink, row: Mapping[str, Any]) -> None:
         before = self._state[name]
@@ -287,10 +285,3 @@ def _read_state(file: Path) -> dict[str, dict[str, Any]]:
         return {name: {"run": str(of["run"]), "step": int(of["step"])} for name, of in stored.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-
-
-def _shown(value: Any) -> Any:
-    """A value without the user and password of an address."""
-    if isinstance(value, list | tuple):
-        return [_shown(each) for each in value]
-    return _USER_OF_URL.sub("//***@", value) if isinstance(value, str) else value

@@ -21,6 +21,12 @@ from megatron_dppo.process.files import replace_text, replacing_file
 from megatron_dppo.process.streams import tell
 
 FILE, SUMMARY = "metrics.jsonl", "summary.json"
+REWARD = "reward/"
+COUNTED = {f"{REWARD}timeouts", f"{REWARD}errors"}
+MOST_NAMED = 50
+"""Metrics of a run that reward functions may name; a name of each completion would fill every logger."""
+MOST_SHOWN = 5
+"""Names in the note about the others."""
 
 
 class StepLog:
@@ -70,15 +76,34 @@ class MetricsLog:
         say: Callable[[str], None] = print,
     ) -> None:
         folder = Path(run_dir)
-        self._rows = StepLog(folder / FILE, resume_step)
+        self._rows, self._say = StepLog(folder / FILE, resume_step), say
         past = read_metrics(folder)
+        self._named = {name for row in past for name in row if name.startswith(REWARD)} - COUNTED
+        self._has_left_out = False
         self._loggers = Loggers(loggers, folder, resume_step=resume_step, past=past, settings=settings or {}, say=say)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one row, its keys sorted."""
-        row = {key: _plain(metrics[key]) for key in sorted(metrics)}
+        """Add one row, its keys sorted. Loggers take names of UTF-8 only: other characters are escaped."""
+        named = {key.encode(errors="backslashreplace").decode(): value for key, value in metrics.items()}
+        row = {key: _plain(named[key]) for key in sorted(named)}
+        self._leave_out(row)
         self._rows.write(step, row)
         self._loggers.write(step, row)
+
+    def _leave_out(self, row: dict[str, float]) -> None:
+        """Remove the metrics of reward functions beyond ``MOST_NAMED`` names."""
+        new = [name for name in row if name.startswith(REWARD) and name not in COUNTED | self._named]
+        room = max(MOST_NAMED - len(self._named), 0)
+        self._named.update(new[:room])
+        for name in (left_out := new[room:]):
+            del row[name]
+        if left_out and not self._has_left_out:
+            self._has_left_out = True
+            shown = ", ".join(f"{name:.60}" for name in left_out[:MOST_SHOWN])
+            self._say(
+                f"reward functions name more than {MOST_NAMED} metrics: others are left out, first {shown}. Log one "
+                "name for all completions: the metric is a mean over them"
+            )
 
     def close(self, *, finished: bool = True) -> None:
         """Safe to call twice.

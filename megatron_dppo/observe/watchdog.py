@@ -5,7 +5,8 @@ sends heartbeats, even while its main thread is blocked, and the leader compares
 
 Each rank also watches itself, also if it is the only one. Rollouts and evaluations run code of the user's, which may
 never return. A main thread that stands still there, and waits for no other rank, is named after ``run.late_s``. After
-``rollout.timeout_s`` the thread sends it a signal, whose handler raises ``UserError`` where the code stands.
+``rollout.timeout_s`` the thread sends it a signal, whose handler raises ``StandstillError`` where the code stands. Code
+that catches even that, or hears no signal, stands still for as long once more; then the thread ends the process.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from types import FrameType
 import torch.distributed as dist
 
 from megatron_dppo.config import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import StandstillError, UserError, error_text
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.meeting import LOOPBACK, on_one_machine, open_store
 from megatron_dppo.parallel.world import WAITED, World
-from megatron_dppo.process import streams
+from megatron_dppo.process import lifetime, streams
 from megatron_dppo.process.streams import tell
 
 FRAMES = 8
@@ -78,6 +79,8 @@ class Watchdog:
         self._interval_s = min(late_s / 4, self._end_s / 4, 10.0)
         self._main = threading.main_thread().ident or 0
         self._hung: UserError | None = None
+        self._interrupted_at = 0.0
+        """The moment of the last signal to the main thread; if that has not moved on since, it has caught the error."""
         self._spoken_of = 0.0
         """The moment since which this rank had stood still when it last named itself."""
         self._sent = self._answered = self._asked = 0
@@ -131,14 +134,18 @@ class Watchdog:
         if still > self._end_s and phase in UNLIMITED:
             problem = f"rank {rank} has stood still for so long in {phase or 'no phase'}, at:\n{stack.rstrip()}"
             remedy = "Mend what hangs there, or raise rollout.timeout_s"
-            self._hung = UserError("rollout.timeout_s", f"{self._world.timeout_s:g}", problem, remedy)
+            hung = UserError("rollout.timeout_s", f"{self._world.timeout_s:g}", problem, remedy)
+            if since == self._interrupted_at:
+                lifetime.leave(2, error_text(hung))
+            self._hung = hung
             streams.moved()  # what ends has time for it
+            self._interrupted_at = streams.last_moved()
             signal.pthread_kill(self._main, WAKE)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self._hung is not None:
             hung, self._hung = self._hung, None
-            raise hung
+            raise StandstillError(hung)
 
     def _waits_for_ranks(self) -> bool:
         frame = sys._current_frames().get(self._main)

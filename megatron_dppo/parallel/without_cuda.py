@@ -4,9 +4,9 @@ Megatron-Core asks for CUDA by name in places that have nothing to do with kerne
 the state of a generator. Each function below answers one kind of such questions with the CPU's equivalent. On a machine
 with CUDA none of them is installed.
 
-Besides, Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex. Where neither is
-installed it falls back on torch's, whose state it does not restore correctly; that is mended here as well, wherever it
-is torch's Adam that runs (with CUDA or without). The router of experts wants Transformer Engine, too.
+Besides, Megatron's distributed optimizer was written for the Adam of Transformer Engine or Apex. Without CUDA, or where
+neither is installed, it has torch's, and does not restore that state correctly. Both are mended here. The router of
+experts wants Transformer Engine, too.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def install() -> None:
         _count_tokens_on_the_host()
         _gather_unequal_parts()
         _compute_delta_rules()
+        _optimize_with_torch()
     _mend_torch_adam()
     _mend_router()
 
@@ -170,6 +171,22 @@ def _compute_delta_rules() -> None:
 
     common.HAVE_FLA, common.l2norm = True, delta_rule.l2norm
     gdn.causal_conv1d, gdn.chunk_gated_delta_rule = delta_rule.causal_conv1d, delta_rule.chunk_gated_delta_rule
+
+
+def _optimize_with_torch() -> None:
+    """Choose torch's Adam and norms. Megatron-Core chose those of Transformer Engine or Apex when they were imported,
+    and these have no CPU."""
+    from megatron.core import optimizer as chosen
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
+    distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = torch.optim.Adam, False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    for module in (clip_grads, optimizer):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
 
 
 def _mend_torch_adam() -> None:

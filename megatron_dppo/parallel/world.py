@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_dppo.config import LayoutConfig
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import StandstillError, UserError
 from megatron_dppo.parallel import without_cuda
 from megatron_dppo.parallel.layout import capacity_multiple, resolve_layout
 from megatron_dppo.parallel.meeting import LOST_CONTACT, rendezvous
@@ -170,6 +170,8 @@ class World:
             value = attempt()
         except Exception as error:
             failure = error
+        except StandstillError as standstill:
+            failure = standstill.error
         self.wait_for_all(what)
         for failed in self.gather(failure):
             if failed is not None:

@@ -138,6 +138,38 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
+def check_folder(folder: Path, setting: str) -> None:
+    """Check that a folder is there or can be made, without writing.
+
+    Raises:
+        UserError: naming ``setting``, if a file or a link to nowhere is in the way, or no folder can have that name.
+    """
+    try:
+        folder.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(setting, folder, f"cannot be made ({error.strerror})", "Name another directory") from error
+    place = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    if not place.is_dir():
+        problem = f"{place} is a file" if place.exists() else f"{place} is a link that leads nowhere"
+        raise UserError(setting, folder, problem, "Name a directory, or remove what is in the way")
+
+
+def make_folder(folder: Path, setting: str) -> None:
+    """Make a folder and those above it.
+
+    Raises:
+        UserError: as :func:`check_folder`, and if the folder cannot be written.
+    """
+    check_folder(folder, setting)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be made ({error.strerror})"
+        raise UserError(setting, folder, problem, "Name a directory that you may write to") from error
+
+
 def check_replaceable(
     out: Path, size: int, setting: str, *, mark: str, what: str, files: Sequence[str] | None = None
 ) -> None:
@@ -153,6 +185,7 @@ def check_replaceable(
         UserError: naming ``setting``, if ``out`` is something else than such a directory, or its disk has too little
             room.
     """
+    check_folder(out, setting)
     if out.is_mount():
         raise UserError(setting, out, "is a whole file system", "name a directory in it, which is made")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -225,11 +258,11 @@ class FolderLock:
         say: told in words while it waits for a sign of life from another machine.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds it, or it cannot be made.
     """
 
     def __init__(self, folder: Path, setting: str, say: Callable[[str], None] = lambda text: None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, setting)
         self._folder, self._setting, self._say = folder.resolve(), setting, say
         if self._folder in _held:
             raise _taken(folder, setting, Holder.this())

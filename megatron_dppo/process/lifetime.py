@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -50,6 +51,13 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
         _prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
+
+
+def leave(code: int, text: str) -> NoReturn:
+    """End this process at once, whatever its main thread does, and print why. A rank has a function of its own in the
+    place of this one: the first rank to fail speaks for all."""
+    print(text, file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def adopt_orphans() -> None:
@@ -125,12 +133,18 @@ def _ask_to_end(server: subprocess.Popen[bytes], awaited: set[signal.Signals]) -
         signal.sigtimedwait(awaited, min(left, LOOK_S))
 
 
+MARKER = "MEGATRON_DPPO_FAILURE"
+"""Environment variable with the path of the marker that whoever starts several ranks chose for them: the first that
+fails writes there why, and beside it each leaves a mark when its job has ended well."""
+
 SAVED = 75
 """Exit code of a run that has saved its state and is to be started again (EX_TEMPFAIL of sysexits.h)."""
 
 SIGNAL = signal.SIGUSR1
 
 _asked = False
+_handlers: dict[signal.Signals, object] = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
+"""Handlers before code of the user is imported; that of SIGUSR1 since :func:`listen_for_stop`."""
 
 
 class StoppedError(Exception):
@@ -147,7 +161,18 @@ def listen_for_stop() -> None:
     a rank has started, or is starting, does not die of it. The handler is for threads that were there before.
     """
     _handle(lambda number, frame: _remember())
+    _handlers[SIGNAL] = signal.getsignal(SIGNAL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+
+
+def taken_signals() -> list[str]:
+    """Return a note for each signal whose handler code of the user has replaced. That of SIGUSR1 is put back, on the
+    main thread."""
+    taken = [number for number, handler in _handlers.items() if signal.getsignal(number) is not handler]
+    if SIGNAL in taken and threading.current_thread() is threading.main_thread():
+        listen_for_stop()
+    effects = {SIGNAL: "a request to save and stop may have been lost", signal.SIGTERM: "it may not end this run"}
+    return [f"code of the user handles {number.name}: {effects[number]}" for number in taken]
 
 
 def stop_asked() -> bool:

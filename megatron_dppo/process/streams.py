@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal, Protocol, TextIO
 
+from megatron_dppo.errors import printable
+
 IN_ASCII = {
     "█": "#", "■": "#", "─": "-", "–": "-", "—": "-", "−": "-", "━": "-", "│": "|", "×": "x", "·": ".", "…": "...",
     "⏎": "/", "→": "->", "✓": "+", "✗": "x", "‖": "||", "Δ": "d", "π": "pi", "’": "'",
@@ -84,7 +86,7 @@ def tell(text: str) -> None:
 
     Results of commands go to standard output, and a run's lines to its console.
     """
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def outlive_readers() -> None:

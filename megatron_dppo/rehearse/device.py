@@ -14,7 +14,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import UserError, install_command
 
 CACHE, NAMED = "MEGATRON_DPPO_CACHE", "REHEARSAL_TRANSFORMER_ENGINE"
 VERSIONS = ("2.14.1", "2.20.2")
@@ -54,6 +54,8 @@ def _installed_version() -> str | None:
 def missing_parts() -> list[str]:
     """Missing requirements, with the way to get each."""
     missing = [] if shutil.which("g++") else ["g++ (install it)"]
+    if importlib.util.find_spec("torch") is None:
+        missing.append(f"torch ({install_command('cpu')})")
     try:
         python_folder()
     except UserError as error:
@@ -68,7 +70,7 @@ def load_device() -> None:
     """Load the device into this process.
 
     Raises:
-        UserError: g++ is missing, or cannot compile the device.
+        ModuleNotFoundError, UserError: as for :func:`build_device`.
         RuntimeError: torch is already imported.
     """
     if "torch" in sys.modules:
@@ -87,9 +89,15 @@ def library_of(torch_folder: Path) -> Path:
 
 
 def build_device() -> Path:
-    """Compile the device once for each installation of torch; return the shared library."""
+    """Compile the device once for each installation of torch; return the shared library.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed.
+        UserError: g++ is missing, or cannot compile the device.
+    """
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("a rehearsal runs torch", name="torch")
     torch_folder = Path(spec.origin).parent
     library = library_of(torch_folder)
     if library.exists():

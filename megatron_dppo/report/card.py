@@ -19,6 +19,7 @@ from megatron_dppo.config.loss import is_server
 from megatron_dppo.hub import is_id
 from megatron_dppo.models.shape import published
 from megatron_dppo.observe.metrics import summarise
+from megatron_dppo.observe.private import public
 from megatron_dppo.report.learning import wilson
 from megatron_dppo.report.plot import say
 from megatron_dppo.report.run import Record, RunRecord, data_of, default_of
@@ -29,8 +30,6 @@ SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function
          "optimizer.", "rollout.prompts_per_step", "rollout.samples_per_prompt", "rollout.temperature",
          "rollout.max_response_tokens", "rollout.ahead")  # fmt: skip
 """Settings that a card may tell."""
-SECRET = ("data.verifiers.arguments",)
-"""Settings among these that may hold a key."""
 TAG = "megatron-dppo"
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """Pattern of a model's name on the hub."""
@@ -170,14 +169,14 @@ def _settings(run: RunRecord) -> Iterator[str]:
     differ = {
         key: value
         for key in settings()
-        if key.startswith(SHOWN) and key not in SECRET and (value := run.setting(key)) not in (None, default_of(key))
+        if key.startswith(SHOWN) and (value := run.setting(key)) not in (None, default_of(key))
     }
     if not differ:
         return
     yield "| setting | value |"
     yield "|---|---|"
     for key, value in differ.items():
-        yield f"| {_code(key)} | {_code(short(_without_places(key, value)))} |"
+        yield f"| {_code(key)} | {_code(short(_without_places(key, public(key, value))))} |"
 
 
 def _without_places(key: str, value: Any) -> Any:

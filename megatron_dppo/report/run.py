@@ -18,9 +18,10 @@ import numpy as np
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.metrics import FILE
+from megatron_dppo.observe.private import public_text
 from megatron_dppo.report.plot import Line
 from megatron_dppo.rl.types import Floats
-from megatron_dppo.settings import settings, short
+from megatron_dppo.settings import settings
 from megatron_dppo.trainer.resume import Change, changes, read_history
 
 Record = Mapping[str, Any]
@@ -93,7 +94,8 @@ class RunRecord:
     def of_several_settings(self) -> Sequence[str]:
         """Settings of results (``history.RESULTS``) that were changed on the way, and when."""
         return [
-            f"{change.key} {short(change.before)} until step {step:,}, then {short(change.now)}"
+            f"{change.key} {public_text(change.key, change.before)} until step {step:,}, "
+            f"then {public_text(change.key, change.now)}"
             for step, found in self.changes
             for change in found
             if change.of_results

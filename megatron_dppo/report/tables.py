@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_dppo.data.tokenizer import without_chat_marks
+from megatron_dppo.observe.private import public_text
 from megatron_dppo.report.parts import (
     Chapter,
     Folded,
@@ -24,7 +24,7 @@ from megatron_dppo.report.parts import (
 )
 from megatron_dppo.report.plot import Line, line_plot, say
 from megatron_dppo.report.run import Record, RunRecord, default_of, is_number
-from megatron_dppo.settings import settings, short
+from megatron_dppo.settings import settings
 
 MOST_EVALUATIONS = 12
 """Most evaluations shown of a run; the first and the last are among them."""
@@ -32,10 +32,6 @@ MOST_PROBLEMS = 8
 HEAD, TAIL = 400, 800
 """Characters of an answer that are shown; the end is where the result stands."""
 FRONTIER = ("policy", "weights", "loss", "accuracy", "recovered", "tokens to recover", "speed", "frontier")
-LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
-SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE)
-"""A name that looks like a secret's, with the characters up to the secret, or up to the end of the word if the secret
-is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such names."""
 
 
 def sample_answers(runs: Sequence[RunRecord]) -> Chapter:
@@ -118,26 +114,29 @@ def _interval(found: Any, form: str = "{:.1%}") -> str:
 
 
 def options(runs: Sequence[RunRecord]) -> Chapter:
-    """The settings that differ between several runs, or from the defaults in one run; then all settings of each run."""
+    """The settings that differ between several runs, or from the defaults in one run; then all settings of each run.
+
+    Pages are passed on: secrets are left out.
+    """
     told = [run for run in runs if run.config]
     parts: list[Part] = []
     if len(told) > 1:
         keys = [key for key in dict.fromkeys(key for run in told for key in run.config) if key != "run.dir"]
         values = [(key, [run.setting(key) for run in told]) for key in keys]
-        rows = [[key, *(_word(key, value) for value in of)] for key, of in values if any(v != of[0] for v in of)]
+        rows = [[key, *(public_text(key, value) for value in of)] for key, of in values if any(v != of[0] for v in of)]
         head = ["setting", *(run.name for run in told)]
         parts.append(Table(head, rows, words=True) if rows else Note("No setting but the folder differs."))
     elif told:
         run = told[0]
         rows = [
-            [key, _word(key, value), _word(key, default_of(key))]
+            [key, public_text(key, value), public_text(key, default_of(key))]
             for key, value in run.config.items()
             if key not in settings() or value != default_of(key)
         ]
         parts.append(Table(["setting", "value", "default"], rows, words=True))
     for run in runs:
         rows = [
-            [f"{step:,}", change.key, _word(change.key, change.before), _word(change.key, change.now)]
+            [f"{step:,}", change.key, public_text(change.key, change.before), public_text(change.key, change.now)]
             for step, changes in run.changes
             for change in changes
         ]
@@ -145,35 +144,10 @@ def options(runs: Sequence[RunRecord]) -> Chapter:
             parts.append(Note(f"Changed in {run.name} when it was started again:"))
             parts.append(Table(["after step", "setting", "before", "then"], rows, words=True))
     for run in told:
-        text = "\n".join(f"{key} = {_word(key, value)}" for key, value in run.config.items())
+        text = "\n".join(f"{key} = {public_text(key, value)}" for key, value in run.config.items())
         parts.append(Folded(f"All settings of {run.name}", text))
     lead = "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
     return Chapter("settings", "Settings", lead, parts)
-
-
-def _word(key: str, value: Any) -> str:
-    """As YAML writes it. Because pages are passed on, values that look like secrets are left out, and so are the values
-    of all environment variables."""
-    if key == ENV and isinstance(value, list):
-        value = [f"{str(variable).partition('=')[0]}=…" for variable in value]
-    elif key.startswith(LAUNCH) and isinstance(value, list):
-        value = list(_masked(value))
-    return short(value)
-
-
-def _masked(words: Sequence[Any]) -> Iterator[Any]:
-    """The words without what follows the name of a secret, in the same word or in the next one."""
-    named = False
-    for word in words:
-        found = SECRET.search(str(word))
-        if named and not str(word).startswith("--"):
-            found = None
-            yield "…"
-        elif found and found.end() < len(word):
-            yield word[: found.end()] + "…"
-        else:
-            yield word
-        named = found is not None and found.end() == len(word)
 
 
 def frontier(runs: Sequence[RunRecord]) -> list[Chapter]:

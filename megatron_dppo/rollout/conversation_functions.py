@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import Config, DataConfig, VerifiersConfig
-from megatron_dppo.data.examples import sources_of
+from megatron_dppo.data.examples import chat_template_for, sources_of
 from megatron_dppo.data.generators import SEVERAL_TURNS, TOOLS, VERIFIERS, check_environment
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.data.turns import CALL, OTHER_CALL, NothingLeftError, Turns, TurnsError
@@ -149,12 +149,12 @@ class _Environment:
             await generate([])
             return turns
         tools = extra.get(TOOLS, ())
-        template = client.tokenizer.chat_template
+        template = chat_template_for(client.tokenizer, tools) if tools else ""
         if tools and (CALL not in template or OTHER_CALL in template):
             problem = f"has tools, and the chat template has them called otherwise than by JSON in {CALL}"
             raise UnusableError(f"{problem}, the only form that is read here")
         environment = self._load(extra["environment"], extra["arguments"])
-        messages = Turns(client.tokenizer, extra["input"]["prompt"], generate)
+        messages = Turns(client.tokenizer, extra["input"]["prompt"], generate, tools)
         try:
             await self._play(environment, extra["input"], messages, tools)
         except TurnsError as error:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_dppo.bridge.mapping import exact_tensors
+from megatron_dppo.errors import UserError
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.rl.types import Routing, RoutingShape
@@ -32,10 +33,14 @@ def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrai
     random state, which is the trainer's, stays as it is.
 
     Raises:
-        UserError: as :func:`read_shape`.
+        UserError: as :func:`read_shape`, or where transformers rejects config.json.
     """
     shape = read_shape(path)
-    config = AutoConfig.from_pretrained(path).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except Exception as error:  # its validators have no type of error in common
+        problem = f"transformers rejects its config.json: {' '.join(str(error).split())}"
+        raise UserError("model.path", path, problem, "fetch the model again") from error
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device)

@@ -182,7 +182,7 @@ class Decoding:
         """The paths that go on from each stem, made by weights of this version.
 
         Raises:
-            RuntimeError: a log-probability is not finite.
+            FloatingPointError: a log-probability is not finite.
         """
         limits = self._limits_of
         stopping = torch.isin(self._tokens, self._stops)
@@ -191,7 +191,7 @@ class Decoding:
         lengths = np.minimum(first_stop + 1, limits)
         tokens, logprobs = self._tokens.to(torch.int32).cpu().numpy(), self._logprobs.cpu().numpy()
         if not np.isfinite(logprobs).all():
-            raise RuntimeError(f"The weights of version {version} give log-probabilities that are not finite.")
+            raise FloatingPointError(f"the weights of version {version} give log-probabilities that are not finite")
         entropies = None if self._entropies is None else self._entropies.cpu().numpy()
         routing: Sequence[Routing | None] = [None] * len(limits)
         if self._record is not None:

@@ -37,7 +37,7 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         conversations: has conversations in place of single continuations.
 
     Raises:
-        UserError: as :func:`read_shape`.
+        UserError: as :func:`empty_model`.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         conversations: LocalConversations | None = None,
     ) -> None:
         self._max_batch, self._world, self._conversations = max_batch, world, conversations
-        model = empty_model(Path(path), device, dtype)
+        self._path = Path(path)
+        model = empty_model(self._path, device, dtype)
         self._weights = _weights_by_name(model, read_shape(path).family.body)
         self._decoder, self._routers = Decoder(model), Routers(model)
         self._version: int | None = None
@@ -109,9 +110,10 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         """All was generated when ``begin`` returned: there is nothing to look at in between.
 
         Raises:
-            UserError: ``max_batch`` does not hold one prompt's samples; or as :meth:`LocalConversations.complete`.
+            UserError: ``max_batch`` does not hold one prompt's samples; a log-probability is not finite; or as
+                :meth:`LocalConversations.complete`.
             ValueError: a prompt has no tokens.
-            RuntimeError: the engine is paused or has no weights, or a log-probability is not finite.
+            RuntimeError: the engine is paused or has no weights.
         """
         return pending.result() if self._world is None else self._world.together(pending.result, what="rollouts")
 
@@ -167,7 +169,12 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         """The paths that go on from each stem."""
         decoding = Decoding(self._decoder, self._routers, stems, sampling, most_rows=self._max_batch)
         decoding.run()
-        return decoding.paths(version)
+        try:
+            return decoding.paths(version)
+        except FloatingPointError as error:
+            remedy = "Look in model.path for weights that are not finite or too large; if earlier steps went well, "
+            remedy += "lower optimizer.lr and resume from the last checkpoint"
+            raise UserError("model.path", self._path, str(error), remedy) from error
 
 
 def _weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tensor]:

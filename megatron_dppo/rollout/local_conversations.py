@@ -91,10 +91,15 @@ class LocalConversations:
         """``sampling.samples`` completions of each prompt.
 
         Raises:
-            UserError: the function raised, gave a conversation up too often, took too long, or returned what cannot be
-                trained on.
+            UserError: the function raised, gave a conversation up too often, took too long, cancelled the run's tasks,
+                or returned what cannot be trained on.
         """
-        return self._runner.run(_Conversations(self, prompts, sampling, go_on).run())
+        try:
+            return self._runner.run(_Conversations(self, prompts, sampling, go_on).run())
+        except (asyncio.CancelledError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not str(error).startswith("Event loop stopped"):
+                raise
+            raise self.function.interference() from None
 
 
 class _Conversations:

@@ -16,9 +16,10 @@ from megatron_dppo.bridge.hf_directory import plan_adapter_file, plan_files
 from megatron_dppo.bridge.load import draw_adapters, load_checkpoint, load_policy
 from megatron_dppo.bridge.stream import adapter_stream, weight_stream
 from megatron_dppo.config import Config, LoraConfig, replace
+from megatron_dppo.data.date import with_date
 from megatron_dppo.data.offline import OfflineGroup, load_offline
 from megatron_dppo.data.prompts import PromptPool, load_prompts
-from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_token_ids
+from megatron_dppo.data.tokenizer import Tokenizer, load_tokenizer, pad_token_id, stop_note, stop_token_ids
 from megatron_dppo.evaluation.evaluator import EvalProblem, held_out
 from megatron_dppo.models.actor import Actor, Policy
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
@@ -28,6 +29,7 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.parallel.layout import resolve_layout
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import FolderLock
+from megatron_dppo.process.streams import tell
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences
@@ -221,9 +223,13 @@ def assemble_frozen(config: Config, world: World, *, temperature: float) -> Poli
 
 
 def _assemble(config: Config, world: World, make: Callable[[PolicyShape], P_co]) -> PolicyParts[P_co]:
-    shape = world.together(lambda: read_shape(config.model.folder))
-    tokenizer = world.together(lambda: load_tokenizer(config.model.folder))
-    stops = config.rollout.stop_token_ids or stop_token_ids(config.model.folder, tokenizer)
+    folder, run_dir = config.model.folder, Path(config.run.dir)
+    config = replace(config, data=world.from_leader(lambda: with_date(config.data, folder, run_dir)))
+    shape = world.together(lambda: read_shape(folder))
+    tokenizer = world.together(lambda: load_tokenizer(folder))
+    stops = config.rollout.stop_token_ids or stop_token_ids(folder, tokenizer)
+    if world.leads and config.rollout.stop_token_ids is None and (note := stop_note(folder, tokenizer)):
+        tell(note)
     policy = make(shape)
     if config.loss.replay_routing != "none":
         policy.replay_routing()
@@ -294,9 +300,11 @@ def lock_run(config: Config, world: World, to_close: ExitStack) -> Callable[[], 
     Raises:
         UserError: on every rank; another run holds it.
     """
-    say = partial(print, flush=True)
+    say, folder = partial(print, flush=True), Path(config.run.dir)
 
     def take() -> Callable[[], None]:
-        return to_close.enter_context(closing(FolderLock(Path(config.run.dir), "run.dir", say))).check
+        check = to_close.enter_context(closing(FolderLock(folder, "run.dir", say))).check
+        with_date(config.data, config.model.folder, folder, keep=True)
+        return check
 
     return world.together(lambda: take() if world.leads else lambda: None, what="look at the lock of run.dir")

@@ -59,9 +59,9 @@ class CollapseGuard:
     def error(self) -> UserError:
         """Error that ends the run, once it is saved."""
         problem = (
-            f"no completion of the last {self._idle} steps had a gradient: the rewards of each group were equal, or "
-            f"its completions masked (loss.mask_truncated). The mean reward was {self._reward:.3g} at last. The "
-            "policy has collapsed, or nothing is left to learn. The run is saved"
+            f"no completion of the last {self._idle} steps had a gradient: the rewards of each group were equal, its "
+            "completions masked (loss.mask_truncated), or all its tokens clipped. The mean reward was "
+            f"{self._reward:.3g} at last. The policy has collapsed, or nothing is left to learn. The run is saved"
         )
         remedy = "Start another run with a lower optimizer.lr or with other prompts; 0 goes on"
         if self.best:

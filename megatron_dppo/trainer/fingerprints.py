@@ -183,7 +183,7 @@ def _models(config: Config) -> Iterator[tuple[str, Path, str | None]]:
 
 def _policy(folder: Path, checkpoint: str | None) -> dict[str, str]:
     settings = [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
-    digests = {file.name: file_digest(file) for file in (*settings, *tokenizer_files(folder))}
+    digests = {str(file.relative_to(folder)): file_digest(file) for file in (*settings, *tokenizer_files(folder))}
     return digests | weight_digests(folder, Path(checkpoint) if checkpoint else None)
 
 

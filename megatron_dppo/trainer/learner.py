@@ -11,7 +11,7 @@ import torch
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Actor, Sums, learning_rate
+from megatron_dppo.models.actor import Actor, Sums, learning_rate, with_gradients
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
 from megatron_dppo.models.microbatch import Microbatch, RecordedRouting, Responses
 from megatron_dppo.models.routing import REPLACED, REPLAYED
@@ -128,6 +128,7 @@ class Learner:
         routed = self._actor.routing if parts.routing else None
         self._routing, self._layers = parts.routing, self._world.gather(routed.layers) if routed else []
 
+    @with_gradients
     def learn(self, plan: StepPlan, held: Mapping[int, Group], step: int, *, version: int) -> dict[str, float]:
         """Train on a plan: one optimizer step per minibatch that kept anything. Collective.
 
@@ -179,6 +180,7 @@ class Learner:
             metrics |= {name: sum(load[name] for load in loads) / len(loads) for name in loads[0]}
         return metrics
 
+    @with_gradients
     def gradient_norm(self, minibatch: MinibatchPlan, held: Mapping[int, Group], *, version: int) -> float:
         """The norm of a minibatch's gradient, before any clipping; 0 if it kept nothing. No weight changes. Collective.
 

@@ -19,21 +19,31 @@ from pathlib import Path
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_finite, check_weights
-from megatron_dppo.config import WEIGHT_BYTES, Config, DataConfig, exclusions
+from megatron_dppo.config import WEIGHT_BYTES, Config, DataConfig, exclusions, replace
 from megatron_dppo.config.types import TRAINING, Command
+from megatron_dppo.data.date import with_date
 from megatron_dppo.data.examples import Example, Source, example_of, read_examples, sources_of
 from megatron_dppo.data.generators import GENERATORS, VERIFIERS
-from megatron_dppo.data.prompts import NO_CHECK, LabelCheck, are_stored, prepare
-from megatron_dppo.data.tokenizer import check_embedded, check_template
+from megatron_dppo.data.prompts import (
+    NO_CHECK,
+    LabelCheck,
+    are_stored,
+    load_prompts,
+    load_worked_answers,
+    offline_prompts,
+    prepare,
+)
+from megatron_dppo.data.tokenizer import check_embedded, check_template, load_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, rows_of, sources
+from megatron_dppo.evaluation.benchmarks import KNOWN, SETTING, HeldOut, rows_of, sources
 from megatron_dppo.hub import is_id, policy_folder
 from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, read_shape
 from megatron_dppo.observe.loggers import check_loggers
+from megatron_dppo.process.files import check_folder
 from megatron_dppo.rewards.functions import BUILTIN, OF_TEXT, check_columns, check_labels, resolve
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
 from megatron_dppo.rollout.servers.launch import syncs_by_files
-from megatron_dppo.rollout.servers.preflight import check_launch, check_servers
+from megatron_dppo.rollout.servers.preflight import check_launch, check_split, server_checks
 from megatron_dppo.trainer.resume import check_resume, check_warm_up
 
 MOST_READ = 2**29
@@ -53,9 +63,15 @@ def preflight(config: Config, command: Command) -> None:
     prepare_data(config, command)
 
 
-def mistakes(config: Config, command: Command) -> Iterator[UserError]:
+def mistakes(config: Config, command: Command, environ: Mapping[str, str] = os.environ) -> Iterator[UserError]:
     """Everything that is wrong with a run, but for the rows of large files: see :func:`prepare_data`."""
-    yield from found_by(_checks(config, command))
+    found = False
+    for mistake in found_by(_checks(config, command, environ)):
+        found = True
+        yield mistake
+    # A resume compares files that the other checks have read: a mistyped name is no other setting of an earlier run.
+    if command in TRAINING and not found:
+        yield from found_by([partial(check_resume if command == "train" else check_warm_up, config)])
 
 
 def found_by(checks: Iterable[Check], *, after: Sequence[UserError] = ()) -> Iterator[UserError]:
@@ -76,7 +92,7 @@ def found_by(checks: Iterable[Check], *, after: Sequence[UserError] = ()) -> Ite
                 raise
 
 
-def _checks(config: Config, command: Command) -> Iterator[Check]:
+def _checks(config: Config, command: Command, environ: Mapping[str, str]) -> Iterator[Check]:
     yield from _checks_of_settings(config, command)
     if command in TRAINING:
         yield partial(check_run_dir, Path(config.run.dir))
@@ -84,9 +100,7 @@ def _checks(config: Config, command: Command) -> Iterator[Check]:
     yield lambda: found.append(read_shape(config.model.folder))
     for shape in found:
         yield from _checks_of_policy(config, shape, command)
-    yield from _checks_of_surroundings(config, command)
-    if command in TRAINING and found:  # last, since it reads files that the others have looked at
-        yield partial(check_resume if command == "train" else check_warm_up, config)
+    yield from _checks_of_surroundings(config, command, environ)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -118,13 +132,15 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
         for teacher in config.loss.distillation.models:
             yield partial(_check_teacher, config, shape, teacher, config.loss.distillation.setting_of(teacher))
     if command != "sft":
-        yield partial(check_servers, config, shape)
+        yield partial(check_split, config, shape)
     if command in TRAINING:
         yield partial(_check_room, config, shape, command)
 
 
-def _checks_of_surroundings(config: Config, command: Command) -> Iterator[Check]:
-    yield partial(_check_data, config, command)
+def _checks_of_surroundings(config: Config, command: Command, environ: Mapping[str, str]) -> Iterator[Check]:
+    if command != "sft":
+        yield from server_checks(config, environ)
+    yield from _checks_of_data(config, command)
     if command != "sft":
         for function in config.reward.functions:
             yield partial(_check_reward, function)
@@ -235,34 +251,45 @@ def _tokens(folder: Path) -> dict[int, str]:
     return {int(number): token for token, number in {**listed, **added}.items()}
 
 
-def _check_data(config: Config, command: Command) -> None:
+def _checks_of_data(config: Config, command: Command) -> Iterator[Check]:
     if command != "eval":
         for training in sources_of(config.data, "train"):
-            if not are_stored(training):
-                _check_file(training, config, command)
+            yield partial(_check_file, training, config, command)
     if command in ("sft", "probe-tree", "probe-batch", "compress") or config.eval.problems == 0:
         return
-    held_out = sources(config)
-    if command == "eval" and not held_out:
+    held_out: list[HeldOut] = []
+    yield lambda: held_out.extend(_held_out(config, command))
+    for source in held_out:
+        yield partial(_check_held_out, source, config, command)
+
+
+def _held_out(config: Config, command: Command) -> list[HeldOut]:
+    found = sources(config)
+    if command == "eval" and not found:
         remedy = f"Name some with --benchmarks: {', '.join(KNOWN)}, or NAME=FILE"
         raise UserError("eval.benchmarks", "[]", "names nothing to evaluate on, and data.eval does not either", remedy)
-    for source in held_out:
-        place, may_be_several = Path(source.file), source.setting != SETTING
-        known = place.is_file() or (may_be_several and (place.is_dir() or is_id(source.file)))
-        if source.name and source.file not in GENERATORS and not known:
-            columns = f"the columns {config.data.prompt_key} and {config.data.label_key}"
-            remedy = f"Put its problems there, one JSON object a line with {columns}, or leave {source.name} out"
-            raise UserError(source.setting, source.file, "is no file", remedy)
-        if source.setting == SETTING and source.file not in GENERATORS:
-            rows, data = rows_of(source, config.data)
-            verifier = source.benchmark.verifier if source.benchmark else config.reward.spec
-            _check_labels(verifier, [example_of(row, data) for row in rows[: config.eval.problems]])
-        else:
-            _check_file(Source(source.file, source.setting), config, command)
+    return found
+
+
+def _check_held_out(source: HeldOut, config: Config, command: Command) -> None:
+    place, may_be_several = Path(source.file), source.setting != SETTING
+    known = place.is_file() or (may_be_several and (place.is_dir() or is_id(source.file)))
+    if source.name and source.file not in GENERATORS and not known:
+        columns = f"the columns {config.data.prompt_key} and {config.data.label_key}"
+        remedy = f"Put its problems there, one JSON object a line with {columns}, or leave {source.name} out"
+        raise UserError(source.setting, source.file, "is no file", remedy)
+    if source.setting == SETTING and source.file not in GENERATORS:
+        rows, data = rows_of(source, config.data)
+        verifier = source.benchmark.verifier if source.benchmark else config.reward.spec
+        _check_labels(verifier, [example_of(row, data) for row in rows[: config.eval.problems]])
+    else:
+        _check_file(Source(source.file, source.setting), config, command)
 
 
 def _check_file(source: Source, config: Config, command: Command) -> None:
-    """Every row of a file, as far as one can see without a tokenizer: templates and lengths are the ranks' to find."""
+    """Check each row of a file without a tokenizer: see :func:`tokenise_data` for templates and lengths."""
+    if source.setting == "data.train" and are_stored(source):
+        return
     if source.name in GENERATORS:
         GENERATORS[source.name].check(config.data)
         return
@@ -284,9 +311,31 @@ def prepare_data(config: Config, command: Command) -> None:
         return
     responses = command == "sft"
     check = NO_CHECK if responses else label_check(config)
+    policy, run_dir = config.model.folder, Path(config.run.dir)
     for training in sources_of(config.data, "train"):
         if are_stored(training):
-            prepare(training, config.data, config.model.folder, responses=responses, check=check)
+            data = with_date(config.data, policy, run_dir, keep=command in TRAINING)
+            prepare(training, data, policy, responses=responses, check=check)
+
+
+def tokenise_data(config: Config, command: Command) -> None:
+    """Tokenise prompts and worked answers as a run does.
+
+    Raises:
+        UserError: for the first prompt or answer that a template cannot render or that is too long.
+    """
+    policy = config.model.folder
+    tokenizer, data = load_tokenizer(policy), with_date(config.data, policy, Path(config.run.dir))
+    if command == "sft":
+        load_worked_answers(data, tokenizer)
+        return
+    if data.rollouts is None:
+        load_prompts(data, tokenizer, split="train", check=label_check(config))
+    else:
+        offline_prompts(data, tokenizer)
+    from megatron_dppo.evaluation.evaluator import held_out
+
+    held_out(replace(config, data=data), tokenizer, max_positions=read_shape(policy).max_positions)
 
 
 def label_check(config: Config) -> LabelCheck:
@@ -317,9 +366,8 @@ def _check_own(place: Path, setting: str, folder: Path, run_dir: Path) -> None:
 
 
 def check_run_dir(folder: Path) -> None:
+    check_folder(folder, "run.dir")
     place = _existing(folder)
-    if not place.is_dir():
-        raise UserError("run.dir", folder, f"{place} is a file", "Name a directory")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError("run.dir", folder, f"{place} cannot be written to", "Name a directory that you may write to")
 

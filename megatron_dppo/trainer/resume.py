@@ -27,10 +27,12 @@ from megatron_dppo import __version__
 from megatron_dppo.bridge.checkpoint_folder import iteration_name, latest_checkpoint, step_of
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import is_server
+from megatron_dppo.config.types import Loader
 from megatron_dppo.data.stored import TOKENIZER_FILES
 from megatron_dppo.errors import UserError
+from megatron_dppo.observe.private import has_secrets, public, public_text
 from megatron_dppo.process.files import replace_text
-from megatron_dppo.settings import as_yaml, flattened, settings, short
+from megatron_dppo.settings import as_yaml, flattened, settings
 from megatron_dppo.trainer.fingerprints import FUNCTIONS, HELD_OUT, PICKLED, difference, fingerprints
 from megatron_dppo.trainer.writer import Writer, files_of, read_state
 
@@ -111,7 +113,7 @@ class Change:
     def __str__(self) -> str:
         if ": " in self.key:
             return difference(self.key, self.before, self.now)
-        return f"{self.key} = {short(self.now)} (was {short(self.before)})"
+        return f"{self.key} = {public_text(self.key, self.now)} (was {public_text(self.key, self.before)})"
 
 
 def rule_of(key: str) -> Rule:
@@ -138,7 +140,7 @@ def read_history(folder: Path) -> list[SettingsRecord]:
         return entries
     try:
         text = (folder / IN_FORCE).read_text(encoding="utf-8", errors="replace")
-        tree = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # in C, ten times as fast
+        tree = yaml.load(text, Loader=Loader)  # a file of somebody else may nest, and repeat, without end
     except (OSError, ValueError, yaml.YAMLError):
         return []
     return [SettingsRecord(0, dict(flattened(tree)))] if isinstance(tree, dict) else []
@@ -213,7 +215,7 @@ def record(folder: Path, step: int, config: Config) -> None:
     if not entries or changes(entries[-1].settings, now):
         entries.append(SettingsRecord(step if entries else 0, now))
     lines = [{"step": entry.step, "version": __version__, "settings": dict(entry.settings)} for entry in entries]
-    private = bool(config.rollout.launch.env or config.data.verifiers.arguments)  # which may hold keys
+    private = any(map(has_secrets, (now, *(entry.settings for entry in entries))))
     for name, text in (HISTORY, "".join(json.dumps(line) + "\n" for line in lines)), (IN_FORCE, as_yaml(config)):
         replace_text(folder / name, text, private=private)
 
@@ -236,15 +238,16 @@ def check_warm_up(config: Config) -> None:
 
 
 def record_warm_up(out: Path, config: Config) -> None:
-    """Write down beside a warmed-up policy what it comes from."""
-    replace_text(out / WARM_UP, json.dumps(flat(config), indent=2) + "\n")
+    """Write down beside a warmed-up policy what it comes from. Policies are passed on: secrets are left out."""
+    shown = {key: public(key, value) for key, value in flat(config).items()}
+    replace_text(out / WARM_UP, json.dumps(shown, indent=2) + "\n")
 
 
 def _entry(line: str) -> SettingsRecord | None:
     try:
         row = json.loads(line)
         return SettingsRecord(int(row["step"]), dict(row["settings"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

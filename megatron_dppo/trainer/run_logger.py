@@ -43,6 +43,11 @@ WIDEST = 100
 CENSUS = "pruning.jsonl"
 """Counts of what was kept at each step and why. They depend on the settings and the seed alone."""
 
+NO_GRADIENT = (
+    "the gradient of a step is exactly 0 although its plan kept completions: either all their tokens are clipped or "
+    "masked (train/pg_clipfrac, train/tis_clipfrac), or the loss has no gradient"
+)
+
 
 class RunLogger:
     """Gathers one row of metrics from the phases of each step, and writes it when the step is over."""
@@ -95,6 +100,8 @@ class RunLogger:
         self._row |= rollouts.metrics | dict(plan.metrics) | metrics
         self._row |= saved_seconds(self._row)
         self._census = plan.census
+        if metrics.get("train/grad_norm") == 0.0:
+            notes = (*notes, NO_GRADIENT)
         for note in (*rollouts.notes, *plan.notes, *notes) if self._log else ():
             self._console.note(note)
 
@@ -232,7 +239,7 @@ def _idle(config: Config) -> Iterator[str]:
     predicts = prompts.rule == "neyman"
     rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
     for is_read, keys in (
-        (config.data.chat_template, ("data.chat_template_kwargs",)),
+        (config.data.chat_template, ("data.chat_template_kwargs", "data.date")),
         (weighed, ("loss.tis_level",)),
         (loss.distillation.named, ("loss.distillation.coef", "loss.distillation.direction")),
         (

@@ -7,13 +7,16 @@
 # rollout server for each task of the second component, if there is one. From the environment that submits:
 #
 #   PYTHON            what has the trainer's packages (default: .venv where the job runs, or python3)
+#   SERVER_PYTHON     what has SGLang or vLLM, an environment of its own: a path that all nodes with servers have
+#                     (rollout.launch.command replaces it)
 #   CONTAINER         image in which all steps run: a .sif file by Apptainer, any other by Pyxis; SERVER_CONTAINER:
 #                     another one for the servers
 #   CONTAINER_MOUNTS  what containers see besides the folder where the job runs, and those of CONFIG and PROLOGUE,
 #                     as /from:/to,/from:/to
 #   PROLOGUE          a file of bash, sourced in each task before its program: modules, exports. With Pyxis it is
 #                     sourced in the container, else before one
-#   HEALTH_CHECK      1: look at the GPUs of all nodes, and add up a tensor over all ranks, before anything starts
+#   HEALTH_CHECK      1: look at the GPUs of all nodes, and add up a tensor over all ranks, before anything starts;
+#                     HEALTH_CHECK_GBPS: the least GB/s of a GPU between nodes (default: 10)
 #
 # Exit codes: 0 done; 2 the user's to mend; 1 a crash; 75 saved, to be submitted again; 128+n ended by signal n.
 set -uo pipefail
@@ -104,10 +107,10 @@ train() {
     exec "${on_actors[@]}" "${each_step[@]}" --wait=60 --kill-on-bad-exit=0 "${inside[@]}" "${within[@]}" \
         "$python" -m megatron_dppo train "${settings[@]}" </dev/null
 }
-serve() {
+serve() { # [--check]
     in_container "${SERVER_CONTAINER:-${CONTAINER:-}}"
     exec "${on_servers[@]}" "${each_step[@]}" --kill-on-bad-exit=1 "${inside[@]}" "${within[@]}" \
-        "$python" -m megatron_dppo serve "${settings[@]}" </dev/null
+        "$python" -m megatron_dppo serve "${settings[@]}" "$@" </dev/null
 }
 health() { # ADDRESS SRUN…: of the nodes of these steps
     MASTER_ADDR=$1 "${@:2}" "${each_step[@]}" --kill-on-bad-exit=1 "${inside[@]}" "${within[@]}" \
@@ -148,6 +151,12 @@ code=$?
 [ $code = 0 ] || end_with $code "ended with exit code $code before anything was started: the reason is above"
 say "settings: $before"
 run_dir=${before%: *}
+if [ -n "$server_nodes" ]; then
+    say "settings: looking for mistakes on $server_nodes"
+    (serve --check >/dev/null)
+    code=$?
+    [ $code = 0 ] || end_with $code "ended with exit code $code before anything was started: the reason is above"
+fi
 
 if [ "${HEALTH_CHECK:-0}" != 0 ]; then
     say "health: of $ranks ranks on $actor_nodes"
@@ -225,7 +234,11 @@ wait "$actors"
 code=$?
 # Saved it has, though a rank was killed on its way out.
 [ ! -s "$MEGATRON_DPPO_FAILURE" ] || [ "$(head -n 1 "$MEGATRON_DPPO_FAILURE")" != 75 ] || code=75
-rm -f "$MEGATRON_DPPO_FAILURE"
+if [ $code = 0 ] && [ ! -e "$MEGATRON_DPPO_FAILURE.end-0" ]; then
+    say "actors: rank 0 ended with exit code 0 before its job had ended: code that it calls ended the process"
+    code=1
+fi
+rm -f "$MEGATRON_DPPO_FAILURE" "$MEGATRON_DPPO_FAILURE".end-*
 say "actors: ended with exit code $code"
 stop_servers
 case $code in

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen3-14B by DPPO: actors on one node, an SGLang server on another one, eight GPUs each. From the root of the checkout:
+# Qwen3-14B by DPPO: actors on one node, two SGLang servers on another one, eight GPUs each. From the root of the checkout:
 #
 #   sbatch --test-only scripts/slurm/qwen3_14b_dppo.sh
 #   sbatch scripts/slurm/qwen3_14b_dppo.sh pruning.completions.keep=0.3
@@ -16,7 +16,7 @@
 #SBATCH --nodes=1 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --mem=0
 #SBATCH hetjob
 # The servers: one for each task; several on a node if they take fewer GPUs than it has.
-#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --mem=0
+#SBATCH --nodes=1 --ntasks-per-node=2 --gpus-per-node=8 --exclusive --mem=0
 cd "$SLURM_SUBMIT_DIR" || exit 2
 [ -e scripts/slurm/job.sh ] || { echo "error: submit this from the folder that holds scripts/slurm, not from $PWD"; exit 2; }
 source scripts/slurm/job.sh configs/qwen3_14b_math.yaml "$@"

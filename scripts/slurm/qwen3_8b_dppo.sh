@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen3-8B by DPPO on one node of eight GPUs: four GPUs train, four are those of SGLang servers that the run starts itself.
+# Qwen3-8B by DPPO on one node of eight GPUs: three GPUs train, five are those of SGLang servers that the run starts itself.
 # From the root of the checkout:
 #
 #   sbatch scripts/slurm/qwen3_8b_dppo.sh pruning.completions.keep=0.3
@@ -16,7 +16,7 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@600 --requeue
 # One task for each rank; the servers have the GPUs that ranks leave.
-#SBATCH --nodes=1 --ntasks-per-node=4 --gpus-per-node=8 --exclusive --mem=0
+#SBATCH --nodes=1 --ntasks-per-node=3 --gpus-per-node=8 --exclusive --mem=0
 cd "$SLURM_SUBMIT_DIR" || exit 2
 [ -e scripts/slurm/job.sh ] || { echo "error: submit this from the folder that holds scripts/slurm, not from $PWD"; exit 2; }
 source scripts/slurm/job.sh configs/qwen3_8b_math.yaml "$@"

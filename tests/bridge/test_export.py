@@ -9,14 +9,16 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dppo.bridge.export import check_destination, export_hf, write_directory
-from megatron_dppo.bridge.hf_directory import plan_files
+from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer, plan_files
 from megatron_dppo.bridge.safetensors_files import INDEX
 from megatron_dppo.config import LayoutConfig
+from megatron_dppo.data.tokenizer import NAMED_TEMPLATES, load_tokenizer
 from megatron_dppo.errors import UserError
 from tests.bridge.conversions import contents
 from tests.bridge.directories import Sizes, assert_same_for_transformers, logits, write_qwen3
 from tests.bridge.on_ranks import loaded_policy
 from tests.ranks import RankPool
+from tests.small_runs import write_run
 
 TP2 = LayoutConfig(tp=2)
 SHARD_BYTES, LARGE = 40_000, 10**9
@@ -45,6 +47,35 @@ def test_transformers_loads_an_export_and_a_later_export(ranks: RankPool, tmp_pa
     assert all(torch.equal(written[name], stored[name].bfloat16()) for name in stored)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert logits(out).dtype == torch.bfloat16
+
+
+def test_an_export_lists_the_tokenizers_end_of_turn(tmp_path: Path) -> None:
+    source = write_run(tmp_path / "run") / "hf"
+    (source / NAMED_TEMPLATES).mkdir()
+    (source / NAMED_TEMPLATES / "tool_use.jinja").write_text("{{ tools }}")
+    config, end = json.loads((source / "config.json").read_text()), load_tokenizer(source).eos_token_id
+    tokenizer = (source / "tokenizer.json").read_bytes()
+    for number, (stops, settings, readable, listed) in enumerate(
+        (
+            (7, {"top_k": 5, "eos_token_id": 8}, True, [8, end]),
+            (7, {"top_k": 5, "eos_token_id": [end, 8]}, True, [end, 8]),
+            (7, None, True, [7, end]),
+            (None, {"top_k": 5}, True, [end]),
+            (7, {"top_k": 5, "eos_token_id": 8}, False, 8),
+        )
+    ):
+        (source / "config.json").write_text(json.dumps(config | {"eos_token_id": stops}))
+        (source / "generation_config.json").unlink(missing_ok=True)
+        if settings is not None:
+            (source / "generation_config.json").write_text(json.dumps(settings))
+        (source / "tokenizer.json").write_bytes(tokenizer if readable else b"{")
+        (out := tmp_path / str(number)).mkdir()
+        copy_config_and_tokenizer(source, out, torch.float32)
+        file = "config.json" if settings is None else "generation_config.json"
+        written = json.loads((out / file).read_text())
+        assert written["eos_token_id"] == listed and (settings is None or written["top_k"] == 5)
+        assert (out / NAMED_TEMPLATES / "tool_use.jinja").read_text() == "{{ tools }}"
+    check_destination(source, out, 0)
 
 
 def export_in_little_room(rank: int, size: int, source: Path, out: Path, layout: LayoutConfig) -> str:

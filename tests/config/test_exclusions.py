@@ -24,6 +24,7 @@ POLICY = {
 """Policies by the condition that they meet. ``DENSE`` has as many positions as the default settings take."""
 NAMES = {
     "data.chat_template_kwargs": "{enable_thinking: false}",
+    "data.date": "2026-01-31",
     "data.rollouts": "rollouts.jsonl",
     "rollout.servers": "[http://a:1]",
     "rollout.tree.branches": "[{at: 2}]",

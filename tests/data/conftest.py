@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 
 from megatron_dppo.config import DataConfig
 from megatron_dppo.data.prompts import PromptPool, load_prompts
@@ -59,6 +60,18 @@ def calling(model: Path, tmp_path: Path) -> Tokenizer:
     folder = tmp_path / "calling"
     shutil.copytree(model, folder)
     (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def framed(model: Path, tmp_path: Path) -> Tokenizer:
+    """A tokenizer that puts tokens before and behind text, as Llama's and T5's do."""
+    folder = shutil.copytree(model, tmp_path / "framed")
+    file = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    marks = [(mark, file.token_to_id(mark)) for mark in ("<|endoftext|>", "<|im_end|>")]
+    frame = "<|endoftext|> $A <|im_end|>"
+    file.post_processor = tokenizers.processors.TemplateProcessing(single=frame, special_tokens=marks)
+    file.save(str(folder / "tokenizer.json"))
     return load_tokenizer(folder)
 
 

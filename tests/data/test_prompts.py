@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config import DataConfig
+from megatron_dppo.data import stored
 from megatron_dppo.data.prompts import load_prompts, load_worked_answers
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
-from tests.data.conftest import Load, Refuse, Write, write_parquet
+from megatron_dppo.init import CHAT_TEMPLATE
+from tests.data.conftest import TOOLS_TEMPLATE, Load, Refuse, Write, write_parquet
 
 GSM8K = {"prompt_key": "question", "label_key": "answer"}
 HI = {"role": "user", "content": "Hi"}
@@ -34,6 +36,8 @@ def test_the_system_message_stands_before_prompts_without(load: Load) -> None:
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>")
     assert text == chat == as_json
     assert own == text.replace("brief", "long")
+    (without,) = load([{"prompt": [{"role": "system", "content": ""}, HI], "label": 1}], system="Be brief.")
+    assert without.text == text.replace("Be brief.", "")
 
 
 def test_switches_are_handed_to_the_chat_template(load: Load, refuse: Refuse, tokenizer: Tokenizer) -> None:
@@ -95,6 +99,36 @@ def test_worked_answers_end_with_the_end_of_the_turn(load: Load, write: Write, t
         assert tokenizer.decode(worked.response_ids) == text + "<|im_end|>"
     with pytest.raises(UserError, match=r"data\.response_key"):
         load_worked_answers(DataConfig(train=file, response_key="workings", **GSM8K), tokenizer)
+
+
+@pytest.mark.parametrize("size", [stored.LARGE, 0], ids=["in memory", "stored"])
+def test_plain_prompts_begin_as_the_tokenizer_begins_text(
+    size: int, load: Load, write: Write, framed: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "LARGE", size)
+    monkeypatch.setenv(stored.CACHE, str(tmp_path / "cache"))
+    file = write([{"prompt": "Hi", "label": "48"}, {"prompt": "<|endoftext|>Hi", "label": "48"}])
+    first, hi, answer = (framed([t], add_special_tokens=False)["input_ids"][0] for t in ("<|endoftext|>", "Hi", "48"))
+    for prompt in load(file, framed, chat_template=False):
+        assert (prompt.token_ids.tolist(), prompt.text) == ([*first, *hi], "<|endoftext|>Hi")
+    for worked in load_worked_answers(DataConfig(train=file, chat_template=False), framed):
+        assert worked.prompt_ids.tolist() == [*first, *hi]
+        assert worked.response_ids.tolist() == [*answer, framed.eos_token_id]
+    assert load(file, framed)[0].token_ids.tolist() == load(file)[0].token_ids.tolist()
+
+
+def test_named_templates_are_those_that_transformers_takes(load: Load, refuse: Refuse, tokenizer: Tokenizer) -> None:
+    default, tool_use = CHAT_TEMPLATE, TOOLS_TEMPLATE + "{{ enable_thinking }}"
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = {"default": default, "tool_use": tool_use}
+    tools = [{"type": "function", "function": {"name": "add", "description": "Add."}}]
+    rows, switch = [{"prompt": "Hi", "label": 1, "tools": tools}], {"enable_thinking": False}
+    told, plain = load([*rows, {"prompt": "Hi", "label": 1}], tokenizer)
+    assert '"name": "add"' in told.text and "# Tools" not in plain.text
+    assert load(rows, tokenizer, chat_template_kwargs=switch)[0].text.endswith("assistant\nFalse")
+    refuse([{"prompt": "Hi", "label": 1}], "is no switch", by=tokenizer, chat_template_kwargs=switch)
+    tokenizer.chat_template = {"rag": default}
+    refuse(rows, "has the chat templates rag, and no default", by=tokenizer)
 
 
 @pytest.mark.parametrize("answer", [" \n", None, [1]])

@@ -40,6 +40,7 @@ PLAIN = {"chat_template": False}
         ({"prompt": [USER, ANSWER]}, ["ends with an answer"]),
         ({"prompt": [{"role": "system", "content": "Be brief."}]}, ["without a message of the user"]),
         ({"prompt": [{"role": "human", "content": "Hi"}]}, ["role 'human'", "user"]),
+        ({"prompt": [USER | {"content": " "}]}, ["an empty message of the user"]),
         ({"prompt": [USER | {"content": [{"image": "cat.png"}]}]}, ["an image or a video"]),
         ({"prompt": [USER, {"role": "assistant", "content": None}, USER]}, ["the assistant that has no content"]),
         ({"prompt": '[{"role": "user", "content": "Hi"'}, ["text that is no plain JSON list"]),

@@ -127,6 +127,7 @@ def test_an_entry_depends_on_file_tokenizer_and_settings(
     settings = {
         "system": "Be brief.",
         "chat_template": False,
+        "date": "2026-01-31",
         "label_key": "other",
         "prompt_key": "question",
         "max_prompt_tokens": 99,

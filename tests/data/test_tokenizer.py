@@ -13,20 +13,28 @@ from megatron_dppo.data.tokenizer import (
     check_template,
     load_tokenizer,
     pad_token_id,
+    stop_note,
     stop_token_ids,
 )
 from megatron_dppo.errors import UserError
 
 
-def test_generation_config_names_the_stops_before_config(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    assert stop_token_ids(tmp_path, tokenizer) == (tokenizer.eos_token_id,)
+def test_stops_are_those_of_the_files_and_the_end_of_turn(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    end = tokenizer.eos_token_id
+    assert stop_token_ids(tmp_path, tokenizer) == (end,)
     for file, content, stops in (
-        ("config.json", {"eos_token_id": 7}, (7,)),
-        ("generation_config.json", {"pad_token_id": 3}, (7,)),
-        ("generation_config.json", {"eos_token_id": [8, 9], "pad_token_id": 3}, (8, 9)),
+        ("config.json", {"eos_token_id": 7}, (7, end)),
+        ("generation_config.json", {"pad_token_id": 3}, (7, end)),
+        ("generation_config.json", {"eos_token_id": [8, 9], "pad_token_id": 3}, (8, 9, end)),
     ):
         (tmp_path / file).write_text(json.dumps(content))
         assert stop_token_ids(tmp_path, tokenizer) == stops
+        own, theirs = tokenizer.decode([end]), tokenizer.decode([stops[0]])
+        note = stop_note(tmp_path, tokenizer)
+        assert f"at {own} (the tokenizer's eos_token) and at {theirs}" in note and note.count(".json") == 1
+    (tmp_path / file).write_text(json.dumps({"eos_token_id": [8, end]}))
+    assert stop_token_ids(tmp_path, tokenizer) == (8, end)
+    assert stop_note(tmp_path, tokenizer) == ""
 
 
 @pytest.mark.parametrize("content", ["[]", "[" * 100_000, '{"eos_token_id": [null]}'])

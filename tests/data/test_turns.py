@@ -5,6 +5,7 @@ No token of the policy changes.
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -39,7 +40,9 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def converse(tokenizer: Any, said: list[int], *rounds: list[dict[str, Any]]) -> list[list[int]]:
+def converse(
+    tokenizer: Any, said: list[int], *rounds: list[dict[str, Any]], tools: Sequence[Any] = ()
+) -> list[list[int]]:
     """Have the policy answer ``said`` in every round. Returns the tokens before each answer."""
     heard: list[list[int]] = []
 
@@ -48,7 +51,7 @@ def converse(tokenizer: Any, said: list[int], *rounds: list[dict[str, Any]]) -> 
         return said
 
     async def run() -> None:
-        turns = Turns(tokenizer, ASKED, say)
+        turns = Turns(tokenizer, ASKED, say, tools)
         for messages in rounds:
             await turns(messages)
 
@@ -132,6 +135,15 @@ def test_each_prompt_is_rendered_with_the_rows_tools(load: Load, calling: Tokeni
     pool = load([{"prompt": "Hi", "label": "1", "tools": each} for each in given], calling)
     hi, options = [{"role": "user", "content": "Hi"}], {"add_generation_prompt": True, "tokenize": False}
     assert [prompt.text for prompt in pool] == [calling.apply_chat_template(hi, tools=t, **options) for t in tools]
+
+
+def test_turns_with_tools_are_rendered_by_their_template(changed: Any, calling: Tokenizer) -> None:
+    changed.chat_template = {"default": CHAT_TEMPLATE, "tool_use": calling.chat_template}
+    said, result = changed.encode("7"), {"role": "tool", "content": "3"}
+    rounds = ASKED, [*ASKED, assistant("7"), result]
+    (_, then) = converse(changed, said, *rounds, tools=[ADD])
+    assert "\n<tool_response>\n3\n</tool_response>" in changed.decode(then)
+    assert "<|im_start|>tool\n3" in changed.decode(converse(changed, said, *rounds)[1])
 
 
 @pytest.mark.parametrize("given", ["hammer", [{"a": 1}]])

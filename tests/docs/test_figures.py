@@ -17,6 +17,7 @@ from tests.docs.documents import ROOT, text_of
 
 FIGURES = runpy.run_path(str(ROOT / "tools/site/figures.py"))
 MEASURED, ADVICE, RUNS, README = "docs/pruning_measured.md", "docs/pruning.md", "docs/runs.md", "README.md"
+TRUST = "docs/trust.md"
 
 
 def read_figures(script: str) -> list[dict[str, Any]]:
@@ -76,12 +77,22 @@ def describe_whole_runs() -> tuple[str, str]:
     return README, " and ".join(ratios)
 
 
+def describe_verdicts() -> list[tuple[str, str]]:
+    (figures,) = read_figures("verdicts")
+    judges = {"published labels changed to another value": "ours", "the same with plain math-verify": "math_verify"}
+    return [
+        (TRUST, f"| {name}, accepted | {figures['wrong_answers']:,} | {figures[judge]['false_positives']:,} |")
+        for name, judge in judges.items()
+    ]
+
+
 CLAIMS = [
     *describe_efficiency(),
     describe_picture(),
     describe_time_beside_trl(),
     describe_equal_noise(),
     describe_whole_runs(),
+    *describe_verdicts(),
 ]
 
 
@@ -161,3 +172,12 @@ def test_every_stored_figure_has_its_origin(file: Path) -> None:
         assert stored.keys() == {"commit", "date", "processor", "figures"}, command
         assert file.name == "earlier.json" or command.split()[0] == f"{file.stem}.py"
     assert file.name == "earlier.json" or (ROOT / "benchmarks" / f"{file.stem}.py").is_file()
+
+
+def test_figures_of_a_cited_benchmark_are_stored_or_listed() -> None:
+    pages = [file.read_text(encoding="utf-8") for file in (ROOT / "docs").glob("**/*.md")]
+    cited = {name for text in pages for name in re.findall(r"benchmarks/(\w+)\.py", text)}
+    measuring = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"house"}
+    stored = {file.stem for file in FIGURES["RESULTS"].glob("*.json")}
+    listed = set(re.findall(r"^\| `(\w+)\.py` \| \[", text_of("docs/figures.md"), re.MULTILINE))
+    assert cited & measuring - stored == listed - stored

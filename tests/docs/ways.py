@@ -94,7 +94,9 @@ ELSEWHERE = {
     r"pip install --no-deps nvidia-nccl-cu13==\S+": ("tests/rollout/servers/test_nccl.py", "--no-deps nvidia"),
     r"python grpo\.py": ("tests/integrations/test_trl.py", '"python grpo.py"'),
     r"pip install '\.\[trl,cpu\]'": ("scripts/test.sh", "extras=cpu,trl"),
-    r"megatron-dppo serve CONFIG": ("scripts/slurm/job.sh", "megatron_dppo serve"),
+    r"bash scripts/check_gpu\.sh [AB]": ("tests/scripts/test_shell_scripts.py", '"check_gpu.sh"'),
+    r"export SERVER_PYTHON=\S+": ("tests/slurm/test_submission.py", '"SERVER_PYTHON"'),
+    r"megatron-dppo serve CONFIG( --check)?": ("scripts/slurm/job.sh", "megatron_dppo serve"),
 }
 """Commands that other scripts and tests run: a file, and the words in it that run the command."""
 NOWHERE = (
@@ -136,8 +138,11 @@ WAYS = (
     Way(r"pip install --no-build-isolation \"\.\[gpu\]\"", append="--no-deps --dry-run"),
     Way(r"pip install (\.|\"\.\[cpu\]\")", append="--no-deps --no-build-isolation --dry-run"),
     Way(r"hf download .*", append="--help"),  # which first refuses what it does not know
-    Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml --check", replace={" --check": ""}, append=CHECKED),
-    Way(r"megatron-dppo train configs/qwen3_4b_math\.yaml rollout\.launch\.command=\S+", append=CHECKED),
+    Way(
+        r"megatron-dppo train configs/qwen3_(4b_math|32b_dppo)\.yaml --check",
+        replace={" --check": " rollout.servers=[]"},
+        append=CHECKED,
+    ),
     # Policies, and what trains them.
     Way(r"megatron-dppo init \S+ --family \w+"),
     Way(r"megatron-dppo init \S+ --tokenizer (arithmetic|bpe .*)"),

@@ -15,6 +15,7 @@ from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import actor_memory, layers_of_stage
 from megatron_dppo.estimate.plan import Plan, make_plan
 from megatron_dppo.estimate.search import (
+    MOST_GPUS,
     PACKS,
     RECOMPUTATION,
     SPARE,
@@ -194,6 +195,6 @@ def test_search_command_shows_the_nearest_miss(capsys: pytest.CaptureFixture[str
 
 
 def test_gpus_are_whole_nodes() -> None:
-    for wrong in (0, 12):
+    for wrong in (0, 12, MOST_GPUS + 8, 8 * 10**9):
         with pytest.raises(UserError, match="--gpus"):
             search(of(), Assumptions(), wrong)

@@ -84,6 +84,10 @@ CASES: dict[str, dict[str, Any]] = {
         "rewards": [odd, long],
         "multi_objective_aggregation": "normalize_then_sum",
     },
+    "large rewards": {
+        "loss_type": "dapo",
+        "rewards": lambda completions, **_: [1e4 + each for each in odd(completions)],
+    },
     "padded": {"loss_type": "dapo", "pad_to_multiple_of": 4},
     "off-policy mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.01},
     "tokens of tools": {"loss_type": "grpo", "rollout_func": call_tools},
@@ -94,6 +98,36 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_mean_pruned_gradient_is_that_of_trl(policy, tmp_path, name):
     assert relative_error(policy, tmp_path, **{"num_iterations": 2} | CASES[name]) < 1e-6
+
+
+class BatchBaseline(GRPOTrainer):
+    """Trainer of a user's, whose groups of equal rewards have advantages."""
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.rewards = super()._calculate_rewards(*args, **kwargs)
+        return self.rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        return batch | {"advantages": (self.rewards - self.rewards.mean()).squeeze(1)}
+
+
+def test_groups_of_equal_rewards_keep_a_batchs_advantages(policy, tmp_path):
+    def first_group(completions: list[str], **_: Any) -> list[float]:
+        return [float(place < SAMPLES) for place in range(len(completions))]
+
+    case = {"kind": BatchBaseline, "rewards": first_group, "loss_type": "dr_grpo", "num_iterations": 2}
+    assert relative_error(policy, tmp_path, **case) < 1e-6
+
+
+@pytest.mark.parametrize("samples", [2, 3, 16])
+def test_advantages_of_equal_rewards_are_within_rounding(samples):
+    rewards = torch.logspace(-3, 1, 5000)[:, None].expand(-1, samples)
+    mean, deviation = rewards.mean(dim=1, keepdim=True), rewards.std(dim=1, keepdim=True)
+    advantages = ((rewards - mean) / (deviation + 1e-4)).abs().amax(dim=1)
+    bound = integration.largest_rounding(rewards.reshape(-1, 1), samples, divisor=1e-4)
+    assert ((advantages <= bound) | (bound == integration.MOST_ROUNDING)).all()
+    assert (bound <= 0.01).all() and bound[0] < 1e-5
 
 
 @pytest.fixture

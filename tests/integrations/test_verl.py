@@ -193,27 +193,35 @@ def update(trainer: Any, batch: Any, cls: Any = None) -> dict[str, Any]:
 
 
 def error_of_mean(monkeypatch: pytest.MonkeyPatch, trainer: Any, batch: Any, workers: Workers, base: Any) -> float:
-    """Compare the mean gradients of mini-batches over all offsets of the draw with those of verl's own update."""
+    """Compare each mini-batch's mean gradient over all offsets of its own draw with that of verl's own update.
+
+    The other mini-batches keep their draws, so each mini-batch is unbiased whatever the earlier ones have drawn.
+    """
     update(trainer, batch, base)
     full = workers.gradients
     assert workers.rows == [PROMPTS * SAMPLES // 2] * 2
-    offset, inclusion = 0.5, np.empty(0)
+    offsets = [0.5, 0.5]
+    inclusions: list[np.ndarray] = []
 
     def fixed(rule: str, candidates: Any, probabilities: Any, rng: Any) -> Any:
-        nonlocal inclusion
-        inclusion = probabilities.ravel()
-        return original(rule, candidates, probabilities, FixedOffset(offset))
+        inclusions.append(probabilities.ravel())
+        return original(rule, candidates, probabilities, FixedOffset(offsets[len(inclusions) - 1]))
+
+    def update_with(number: int, offset: float) -> torch.Tensor:
+        inclusions.clear()
+        offsets[number] = offset
+        update(trainer, batch)
+        assert len(inclusions) == 2 and max(workers.rows) < PROMPTS * SAMPLES // 2
+        return workers.gradients[number]
 
     original = pruning.draw_completions
     monkeypatch.setattr(pruning, "draw_completions", fixed)
-    update(trainer, batch)
-    means = [torch.zeros_like(workers.table) for _ in full]
-    for at, probability in outcomes(inclusion):
-        offset = at
-        update(trainer, batch)
-        assert max(workers.rows) < PROMPTS * SAMPLES // 2
-        means = [mean + probability * found for mean, found in zip(means, workers.gradients, strict=True)]
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(means, full, strict=True))
+    errors = []
+    for number, expected in enumerate(full):
+        update_with(number, 0.5)
+        parts = [share * update_with(number, offset) for offset, share in list(outcomes(inclusions[number]))]
+        errors.append(float((sum(parts) - expected).norm() / expected.norm()))
+    return max(errors)
 
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -253,6 +261,14 @@ def test_step_continues_with_the_whole_batch_and_its_advantages():
     torch.testing.assert_close(advantages(), before, rtol=0, atol=0)
     assert 0.2 < metrics["prune/kept_token_fraction"] < 0.6
     assert made.config.trainer.v1.trainer_mode == made.replay_buffer.trainer_mode == "sync"
+
+
+def test_each_optimizer_step_has_a_seed_of_its_own(monkeypatch):
+    seeds, own = [], np.random.default_rng
+    trainer, batch, _ = legacy(configure("+pruning.seed=7"))
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: seeds.append(seed) or own(seed))
+    update(trainer, batch)
+    assert seeds == [[7, 1, 0], [7, 1, 1]]
 
 
 @pytest.mark.usefixtures("queue")

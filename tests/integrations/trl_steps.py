@@ -132,12 +132,14 @@ def relative_error(
     folder: Path,
     prepare: Callable[[GRPOTrainer], object] = lambda made: None,
     budget: float = 0.5,
+    kind: type[GRPOTrainer] = GRPOTrainer,
     **case: Any,
 ) -> float:
     """Compare the mean pruned gradient over all offsets with the gradient of the trainer without pruning."""
     begin = ACCUMULATED
     pruning = Pruning(budget=budget, max_weight=4.0)
-    plain, pruned = trainer(policy, folder, **case), trainer(policy, folder, PrunedGRPOTrainer, pruning=pruning, **case)
+    pruned_kind = type("Pruned", (PrunedGRPOTrainer, kind), {})
+    plain, pruned = trainer(policy, folder, kind, **case), trainer(policy, folder, pruned_kind, pruning=pruning, **case)
     loaded = []
     for made in (plain, pruned):
         prepare(made)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.launch.health import faults_of_node
+from megatron_dppo.launch.health import FLOOR, faults_of_node, slow_network
 from megatron_dppo.parallel.meeting import loopback_interface
 from tests.commands import Command
 
@@ -21,16 +21,22 @@ def find_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def check_nodes(folder: Path, ranks: Sequence[int], size: int, wait_s: float = 60.0) -> list[tuple[int | None, str]]:
-    """Return exit codes and outputs of some ranks, which find the folder's programs first."""
+def check_nodes(
+    folder: Path, ranks: Sequence[int], size: int, wait_s: float = 60.0, nodes: str = NODE, **environ: str
+) -> list[tuple[int | None, str]]:
+    """Return exit codes and outputs of some ranks, which find the folder's programs first.
+
+    Args:
+        nodes: each rank's node, ``{rank}`` replaced.
+    """
     code = f"import sys; from megatron_dppo.launch.health import main; sys.exit(main({wait_s}))"
     common = {"PATH": f"{folder}:{os.environ['PATH']}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
-    common |= {"WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": loopback_interface() or ""}
+    common |= {"WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": loopback_interface() or "", **environ}
     logs = [folder / f"log{rank}" for rank in ranks]
-    started = [
-        Command(["python", "-c", code], log, environ={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}).start()
-        for rank, log in zip(ranks, logs, strict=True)
-    ]
+    started = []
+    for rank, log in zip(ranks, logs, strict=True):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SLURMD_NODENAME": nodes.format(rank=rank)}
+        started.append(Command(["python", "-c", code], log, environ=common | own).start())
     for process in started:
         process.join(120)
     return [(process.exitcode, log.read_text()) for process, log in zip(started, logs, strict=True)]
@@ -90,3 +96,34 @@ def test_a_rank_without_the_first_names_its_node_and_the_address(tmp_path: Path)
     [(code, said)] = check_nodes(tmp_path, [1], 2, wait_s=0.5)
     assert code == 1
     assert f"error: rank 1 on {NODE} cannot reach rank 0 at 127.0.0.1:" in said
+
+
+def test_gloo_without_a_network_is_named_with_its_variable(tmp_path: Path) -> None:
+    [(code, said)] = check_nodes(tmp_path, [0], 1, GLOO_SOCKET_IFNAME="nowhere0")
+    assert code == 1
+    assert said.startswith(f"error: {NODE}: gloo: ") and "GLOO_SOCKET_IFNAME" in said
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "nodes", "floor", "fault"),
+    [
+        (79.0, "n1 " * 8 + "n2 " * 8, "", "9.88 GB/s a rank between nodes, by nccl: below HEALTH_CHECK_GBPS = 10"),
+        (80.0, "n1 " * 8 + "n2 " * 8, "", None),
+        (79.0, "n1 " * 8 + "n2 " * 8, "9", None),
+        (79.0, "n1 " * 8, "", None),  # one node has no network
+        (9.0, "n1 n2", "", "9 GB/s a rank"),
+        (9.0, "n1 n2", "ten", "HEALTH_CHECK_GBPS = ten: is no number"),
+    ],
+)
+def test_a_slow_network_between_nodes_is_a_fault(
+    bandwidth: float, nodes: str, floor: str, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FLOOR, floor)
+    found = slow_network(bandwidth, nodes.split(), "nccl")
+    assert found is None if fault is None else (found or "").startswith(fault)
+
+
+def test_two_nodes_over_a_slow_network_fail_their_check(tmp_path: Path) -> None:
+    (code, said), (other, _) = check_nodes(tmp_path, [0, 1], 2, nodes="n{rank}", HEALTH_CHECK_GBPS="1e6")
+    assert (code, other) == (1, 0)
+    assert "2 ranks on n0 n1 add up" in said and "error: " in said and "below HEALTH_CHECK_GBPS = 1e+06" in said

@@ -61,8 +61,10 @@ SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 exec "$@"
     # Stands in for the run, and prints what the prologue has exported.
     "python": """
 case "$*" in
+*"megatron_dppo serve"*) exit 2 ;;
 *--check*) echo "run: 0 of 1 steps are done" ;;
 *megatron_dppo.launch.health*) echo "health of nodes"; exit "${HEALTH:-0}" ;;
+*) [ -n "${CUT_SHORT:-}" ] || touch "$MEGATRON_DPPO_FAILURE.end-0" ;;
 esac
 echo "greeting: ${GREETING:-none}"
 """,
@@ -158,6 +160,21 @@ def test_a_container_mounts_folders_outside_of_the_checkout(
     node.run_job(CONTAINER=image)
     step = node.read_steps()[-1]
     assert str(tmp_path / "home") not in step and step.endswith(" train run.yaml --check 1")
+
+
+def test_ranks_that_end_before_their_job_fail_it(node: Node) -> None:
+    code, log = node.run_job(CUT_SHORT="1")
+    assert code == 1 and "rank 0 ended with exit code 0 before its job had ended" in log, log
+
+
+def test_the_servers_side_is_checked_before_anything_starts(node: Node) -> None:
+    """The stand-in for the run finds a mistake on the servers' node."""
+    groups = {"JOB_NODELIST": "n1", "NTASKS": "1", "JOB_NUM_NODES": "1"}
+    slurm = {f"SLURM_{name}_HET_GROUP_{group}": value for name, value in groups.items() for group in (0, 1)}
+    code, log = node.run_job(**slurm)
+    assert code == 2 and "starting" not in log, log
+    step = node.read_steps()[-1]
+    assert step.startswith("--het-group=1 ") and step.endswith(" serve run.yaml --check")
 
 
 def test_the_nodes_health_is_checked_before_anything_starts(node: Node) -> None:

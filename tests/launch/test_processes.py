@@ -2,14 +2,16 @@
 
 import os
 import signal
+import stat
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.launch import processes
-from megatron_dppo.launch.processes import CLOCK_S, FirstFailure, run_ranks
+from megatron_dppo.launch.processes import CLOCK_S, FirstFailure, marker_for, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,15 @@ def test_the_first_to_fail_speaks_with_everyone_s_code(tmp_path: Path) -> None:
     assert FirstFailure(tmp_path / "nowhere" / "marker").claim(2) == (True, 2), "without a marker every rank speaks"
 
 
+def test_marker_before_the_run_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, second = (marker_for(tmp_path / "run", {}) for _ in range(2))
+    assert first == second and stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+    first.parent.chmod(0o777)  # as somebody else may have made it
+    other = marker_for(tmp_path / "run", {})
+    assert other.parent != first.parent and stat.S_IMODE(other.parent.stat().st_mode) == 0o700
+
+
 def test_an_earlier_run_s_marker_silences_nobody(tmp_path: Path) -> None:
     FirstFailure(tmp_path / "marker").claim(1)
     before = time.time() - CLOCK_S - 0.5
@@ -65,3 +76,15 @@ def test_ranks_end_with_a_failing_callback(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         run_ranks([sys.executable, "-c", code], {}, 2, FirstFailure(tmp_path / "failure"), fail_once_ranks_run)
     assert not [process.name for process in tmp_path.iterdir() if Path("/proc", process.name).exists()]
+
+
+@pytest.mark.parametrize("ended", [(0, 1), (0,)])
+def test_ranks_are_well_if_each_noted_its_end(
+    ended: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = FirstFailure(tmp_path / "failure")
+    for rank in ended:
+        failure.note_end(rank)
+    code = run_ranks([sys.executable, "-c", ""], {}, 2, failure)
+    assert code == (0 if len(ended) == 2 else 1)
+    assert ("rank 1 ended with exit code 0 before its job" in capsys.readouterr().err) == bool(code)

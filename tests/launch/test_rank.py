@@ -1,10 +1,15 @@
 """A run of one rank reports an early end, and NCCL's environment is that of the servers."""
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.rank import rank_main
+from megatron_dppo.config import Config
+from megatron_dppo.launch.rank import rank_main, set_environment
+from megatron_dppo.rollout.servers.launch import ALLOCATOR
 from megatron_dppo.settings import load_config
 from tests.commands import Command
 
@@ -28,6 +33,40 @@ def test_a_rank_alone_that_ends_early_has_failed(tmp_path: Path, how: str, code:
     assert [*(tmp_path / "run").iterdir()] == []
 
 
+def lose_folder(config: Config) -> None:
+    shutil.rmtree(config.run.dir)
+    (Path(config.run.dir) / "answers.jsonl.partial").write_text("")
+
+
+def write_over_folder(config: Config) -> None:
+    """The error names the folder behind the link."""
+    (Path(config.run.dir).resolve() / "checkpoints").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("job", "run", "at_fault", "problem"),
+    [
+        (lose_folder, "run", "run", "is gone"),
+        (write_over_folder, "link", "run/checkpoints", "is in the way (Is a directory)"),
+    ],
+)
+def test_disk_error_names_its_place_in_run_dir(
+    job: Callable[[Config], None],
+    run: str,
+    at_fault: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("run")
+    assert rank_main(job, load_config(None, [f"run.dir={tmp_path / run}"])) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: run.dir = {tmp_path / at_fault}\n  problem  {problem}"), said
+
+
 @pytest.mark.parametrize(
     ("settings", "given", "expected"),
     [
@@ -45,3 +84,19 @@ def test_a_rank_s_nccl_has_the_servers_environment(
         monkeypatch.delenv("NCCL_CUMEM_ENABLE")
     assert rank_main("tests.launch.jobs:note_nccl", load_config(None, [f"run.dir={tmp_path}/said", *settings])) == 0
     assert (tmp_path / "said").read_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        (["rollout.engine=sglang"], {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (["rollout.engine=sglang"], dict.fromkeys(ALLOCATOR[1:], "a:b"), dict.fromkeys(ALLOCATOR[1:], "a:b")),
+        (["rollout.engine=sglang", "rollout.colocated=true", "rollout.sync.transport=disk"], {}, {}),
+    ],
+)
+def test_trainer_has_segments_that_grow_unless_colocated(
+    settings: list[str], given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    set_environment(load_config(None, settings))
+    assert {name: os.environ[name] for name in ALLOCATOR if name in os.environ} == expected

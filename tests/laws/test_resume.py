@@ -120,7 +120,7 @@ def test_stopped_and_killed_run_equals_an_undisturbed_run(policy: Path, tmp_path
 
     partial = run / "checkpoints" / f".iter_{STEPS:07d}.partial"
     before = shutil.copytree(run, tmp_path / "before")
-    for _ in range(5):
+    for _ in range(20):
         kill_when(start(policy, run), lambda: partial.exists() and any(partial.glob("*.distcp")))
         if partial.exists():
             break

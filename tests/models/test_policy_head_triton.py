@@ -2,8 +2,11 @@
 
 import importlib.util
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -70,23 +73,52 @@ def test_kernels_over_two_ranks_equal_operators_on_one(interpret: Interpret) -> 
     assert_parts_equal(cases, zip(*results, strict=True))
 
 
+VARIANTS = [
+    ("_summarise", "SQUARES", False),
+    ("_summarise", "SQUARES", True),
+    ("_slope", "out", "*bf16"),
+    ("_slope", "out", "*fp32"),
+]
+REGISTERS = 128
+"""Of a thread, at most: 65,536 registers then hold four programs of 128 threads, or two of 256."""
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_compile_for_gpus(capability: int) -> None:
-    """Compile without a GPU: the interpreter accepts programs that the compiler refuses."""
+def test_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
+    """Without a GPU. Arguments are aligned as those of a policy with a multiple of 16 columns on a rank."""
     import triton
     from triton.backends.compiler import GPUTarget
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    for name, argument, value in VARIANTS:
+        compiled = compile_kernel(name, {argument: value}, GPUTarget("cuda", capability, 32))
+        cubin = tmp_path / "cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        dump = subprocess.run([cuobjdump, "-res-usage", "-sass", cubin], capture_output=True, check=True, text=True)
+        usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", dump.stdout))
+        assert int(usage["REG"]) <= REGISTERS and usage["STACK"] == usage["LOCAL"] == "0"
+        assert not re.search(r"\b(LDL|STL)\b", dump.stdout)
+        assert dump.stdout.count("LDG.E.128") == 4  # 16 logits of each thread
+
+
+def compile_kernel(name: str, variant: dict[str, object], target: Any) -> Any:
+    import triton
     from triton.compiler import ASTSource
 
     from megatron_dppo.models import policy_head_triton as kernels
 
+    kernel = getattr(kernels, name)
+    constants = {"BLOCK": kernels.SUMMARY_BLOCK if name == "_summarise" else kernels.SLOPE_BLOCK}
+    constants |= {key: value for key, value in variant.items() if key.isupper()}
     types = dict.fromkeys(("logits", "peak", "sums", "normaliser", "gradient"), "*fp32")
-    types |= {"targets": "*i64", "out": "*bf16", "inverse_temperature": "fp32"}
-    for kernel, constants in (
-        (kernels._summarise, {"SQUARES": True, "BLOCK": kernels.SUMMARY_BLOCK}),
-        (kernels._slope, {"BLOCK": kernels.SLOPE_BLOCK}),
-    ):
-        names = kernel.arg_names
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-        constexprs = {(names.index(name),): value for name, value in constants.items()}
-        compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", capability, 32))
-        assert "cubin" in compiled.asm
+    types |= {"targets": "*i64", "inverse_temperature": "fp32", **variant, **dict.fromkeys(constants, "constexpr")}
+    signature = {each: types.get(each, "i32") for each in kernel.arg_names}
+    constexprs = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    aligned = {
+        (parameter.num,): [["tt.divisibility", 16]]
+        for parameter in kernel.params
+        if parameter.name not in ("inverse_temperature", *constants)
+        and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+    }
+    source = ASTSource(kernel, signature, constexprs, aligned)
+    return triton.compile(source, target=target, options={"num_warps": 8 if name == "_summarise" else 4})

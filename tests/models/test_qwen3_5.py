@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dppo.bridge.export import export_hf
-from megatron_dppo.bridge.hf_directory import plan_files
+from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer, plan_files
 from megatron_dppo.bridge.load import load_policy
 from megatron_dppo.bridge.mapping import expected_tensors
-from megatron_dppo.bridge.safetensors_files import CARRIED
+from megatron_dppo.bridge.safetensors_files import CARRIED, carried_tensors
 from megatron_dppo.compress.cut import check_cut
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig
 from megatron_dppo.errors import UserError
@@ -79,6 +79,26 @@ def test_vision_tower_stays_beside_the_policy(tmp_path: Path) -> None:
     assert settings[0] == settings[1]
     (tmp_path / "megatron/hf" / CARRIED).unlink()
     assert to_hf(tmp_path / "megatron", tmp_path / "lost") == 2
+
+
+def test_carried_tensors_may_have_any_type(tmp_path: Path) -> None:
+    policy, copy = write_family(tmp_path / "policy", TEXT), tmp_path / "copy"
+    carried = {
+        "mtp.flags": torch.tensor([True, False, True]),
+        "mtp.scales": torch.tensor([0.5, 448.0]).to(torch.float8_e4m3fn),
+        "mtp.weight": torch.tensor([[-128], [127]], dtype=torch.int8),
+    }
+    save_file(load_file(policy / "model.safetensors") | carried, policy / "model.safetensors")
+    copy.mkdir()
+    copy_config_and_tokenizer(policy, copy, torch.bfloat16)
+    written = load_file(copy / CARRIED)
+    assert written.keys() == carried.keys()
+    for name, tensor in carried.items():
+        assert written[name].dtype == tensor.dtype
+        assert written[name].tolist() == tensor.tolist()
+    plan = plan_files(shape := read_shape(policy), torch.bfloat16)
+    total = json.loads(plan.index(carried_tensors(copy, shape)))["metadata"]["total_size"]
+    assert total == plan.total_bytes + 7
 
 
 def test_both_forms_of_experts_are_one_policy(tmp_path: Path) -> None:

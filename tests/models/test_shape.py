@@ -11,7 +11,7 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models import shape as shapes
 from megatron_dppo.models.shape import PolicyShape, check_layout, check_megatron, padded_vocab, read_shape
-from tests.policies import write_family, write_policy
+from tests.policies import SCALED, write_family, write_policy
 
 SHAPE = PolicyShape(
     num_layers=6,
@@ -48,6 +48,7 @@ def write_config(path: Path, **changes: Any) -> Path:
     [
         ({}, SHAPE),
         (OLD_ROPE, SHAPE),
+        ({"rope_scaling": {"type": "default", "rope_theta": 5e5}}, SHAPE),
         (MOE | {"num_experts": 6, "norm_topk_prob": True}, replace(MOE_SHAPE, renormalises_experts=True)),
         (MOE | {"num_local_experts": 6, "norm_topk_prob": False}, replace(MOE_SHAPE, renormalises_experts=False)),
         (QWEN2, replace(SHAPE, architecture="Qwen2ForCausalLM", head_dim=6)),
@@ -70,15 +71,35 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("", MOE | {"num_experts": 6, "mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("", MOE | {"num_experts": 6, "num_experts_per_tok": 1, "norm_topk_prob": True}, "a single expert"),
     ("", MOE | {"num_experts": 6, "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    ("", MOE | {"num_experts": 6, "num_experts_per_tok": 7}, "num_experts_per_tok = 7 for 6 experts"),
+    ("", MOE | {"num_experts": 6, "norm_topk_prob": "false"}, "norm_topk_prob"),
+    ("", {"num_key_value_heads": 3}, "num_key_value_heads = 3 for 8 query heads"),
+    ("", {"head_dim": 7}, "head_dim = 7"),
+    ("", {"rms_norm_eps": 1e-300}, "rms_norm_eps = 1e-300"),
+    ("", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "rope_parameters"),
+    ("", {"rope_parameters": {"rope_theta": 1e-300}}, "rope_theta = 1e-300"),
+    ("", {"rope_parameters": {"rope_theta": None}}, "rope_theta = null"),
+    ("", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ("", {"rope_scaling": "x"}, "rope_scaling"),
+    ("", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling and rope_parameters that differ"),
+    ("", {"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e6}, "rope_scaling and rope_parameters that differ"),
     (LLAMA, {"attention_bias": True}, "attention_bias = true"),
     (LLAMA, {"mlp_bias": True}, "mlp_bias = true"),
     (LLAMA, {"pretraining_tp": 2}, "pretraining_tp = 2"),
     (LLAMA, {"rope_scaling": {"type": "dynamic"}}, 'rope_type = "dynamic"'),
     (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "no 'factor'"),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3", **SCALED, "factor": 1e-30}}, "factor = 1e-30"),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3", **SCALED, "high_freq_factor": 1}}, "not below high_freq_factor"),
+    (LLAMA, {"rope_parameters": {"rope_type": "default"}}, "rope_scaling and rope_parameters that differ"),
     (MISTRAL, {"sliding_window": 32}, "sliding_window = 32"),
     (MISTRAL, {"sliding_window": ...}, "sliding_window = 4096"),  # transformers' default
     (HYBRID, {"layer_types": ["full_attention"] * 4}, "layer_types"),
     (HYBRID, {"layer_types": ["full_attention", *["linear_attention"] * 3]}, "layer_types"),
+    *((HYBRID, {"full_attention_interval": value}, "full_attention_interval") for value in (0, 5, "x", None, [], {})),
+    (HYBRID, {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+    (HYBRID, {"partial_rotary_factor": 1e-9}, "partial_rotary_factor = 1e-09"),
+    (HYBRID, {"rope_parameters": {"mrope_section": "x"}}, "mrope_section"),
+    (HYBRID, {"linear_num_key_heads": 3}, "linear_num_key_heads = 3 for 8 value heads"),
 ]
 
 

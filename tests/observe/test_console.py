@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_dppo.observe.console import Console, LengthGate
+from megatron_dppo.process.streams import tell
 from tests.observe.made_up import made_up_rows
 
 
@@ -42,7 +43,19 @@ def test_note_is_printed_once() -> None:
     console = Console(3, file=file)
     for _ in range(3):
         console.note("a biased rule")
-    assert file.getvalue() == "note  a biased rule\n"
+        console.note("http://me:x@host is away")
+    assert file.getvalue() == "note  a biased rule\nnote  http://***@host is away\n"
+
+
+def test_text_of_data_sends_no_escapes_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    file, text = io.StringIO(), "\x1b]0;title\a"
+    console = Console(3, file=file)
+    console.note(text)
+    console.banner(["é", text])
+    tell(text)
+    shown = "\\x1b]0;title\\x07"
+    assert file.getvalue() == f"note  {shown}\n\n  é\n  {shown}\n\n"
+    assert capsys.readouterr().err == f"{shown}\n"
 
 
 def warned(

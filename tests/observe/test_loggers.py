@@ -181,6 +181,8 @@ def _write(folder: Path, resume_step: int, steps: Sequence[int], named: Sequence
     settings = {
         "rollout.launch.env": ["KEY=hunter2"],
         "rollout.engine": "sglang",
+        "loss.distillation.teacher": "http://host",
+        "data.chat_template_kwargs": {"key": "hunter2"},
         "data.train": "s3://a:hunter2@host/b",
     }
     log = MetricsLog(folder, resume_step, loggers=named, settings=settings, say=said.append)
@@ -243,7 +245,7 @@ def test_logger_receives_settings_without_secrets(tmp_path: Path, memory: type[_
 def test_missing_package_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_loggers(["tensorboard"])
-    with pytest.raises(UserError, match=r"run\.loggers = trackio.*pip install 'megatron-dppo\[trackio\]'"):
+    with pytest.raises(UserError, match=r"run\.loggers = trackio.*pip install .*\[trackio\]'"):
         check_loggers(["tensorboard", "trackio"])
 
 

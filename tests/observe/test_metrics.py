@@ -75,6 +75,27 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert shown == [(step, round(math.sqrt(step) / 3, 6)) for step in range(1, 7)]
 
 
+def test_names_that_are_no_utf8_are_escaped(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 0)
+    log.write(1, {"reward/\ud800": 2.0, "eval/source/\udfffé": 3.0})
+    log.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "eval/source/\\udfffé": 3.0, "reward/\\ud800": 2.0}]
+
+
+def test_rewards_name_at_most_50_metrics_of_a_run(tmp_path: Path) -> None:
+    """A resume keeps the names of the steps before it. The note is printed once."""
+    said: list[str] = []
+    for resume_step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        log = MetricsLog(tmp_path, resume_step, loggers=(), say=said.append)
+        for step in steps:
+            log.write(
+                step, {"reward/errors": 0.0, "reward/same": 1.0} | {f"reward/{step}{n:02}": 1.0 for n in range(30)}
+            )
+        log.close()
+    assert [len(row) for row in read_metrics(tmp_path)] == [33, 22, 3, 3]
+    assert len(said) == 2 and "first reward/219, reward/220, reward/221, reward/222, reward/223. Log" in said[0]
+
+
 def test_summary_has_the_figures_of_the_rows() -> None:
     summary = summarise(made_up_rows(4))
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)

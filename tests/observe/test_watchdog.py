@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Heartbeat, Watchdog, late_ranks
 from megatron_dppo.parallel.world import initialize
+from megatron_dppo.process import lifetime
 from megatron_dppo.process.streams import moved
 from tests.ranks import RankPool
 
@@ -153,3 +155,29 @@ def move_slowly(rank: int, size: int) -> str:
 
 def test_slow_work_is_not_a_hang(ranks: RankPool) -> None:
     assert ranks.run(1, move_slowly) == [""]
+
+
+def try_again(rank: int, size: int, caught: type[BaseException], log: Path) -> None:
+    """Call a tool that hangs again and again, whatever it raises."""
+
+    def leave(code: int, text: str) -> None:
+        log.write_text(f"{code} {text}")
+        os._exit(code)
+
+    lifetime.leave = leave
+    with watched(size, timeout_s=4 * LATE_S, still_s=60.0) as (_, timers, _), timers("rollout"):
+        while True:
+            with contextlib.suppress(caught):
+                time.sleep(600.0)
+
+
+def test_code_that_catches_exceptions_is_interrupted(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 0 has stood still"):
+        ranks.run(1, try_again, Exception, tmp_path / "log")
+
+
+def test_code_that_catches_everything_is_ended(ranks: RankPool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(AssertionError):
+        ranks.run(1, try_again, BaseException, log)
+    assert log.read_text().startswith("2 ") and "try_again" in log.read_text()

@@ -14,7 +14,16 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.process import files
-from megatron_dppo.process.files import HOLDER, LOCK, FolderLock, refuse_if_held, replacing_directory, replacing_file
+from megatron_dppo.process.files import (
+    HOLDER,
+    LOCK,
+    FolderLock,
+    check_replaceable,
+    refuse_if_held,
+    replacing_directory,
+    replacing_file,
+)
+from megatron_dppo.trainer.preflight import check_run_dir
 from tests.bridge.conversions import contents
 
 HOLD = """
@@ -41,6 +50,33 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with replacing_file(file) as draft:
         draft.write_text("whole")
     assert contents(tmp_path) == {"file": b"whole"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "problem"),
+    [
+        ("file", "is a file"),
+        ("nowhere", "is a link that leads nowhere"),
+        ("nowhere/run", "nowhere is a link that leads nowhere"),
+        ("loop", "is a link that leads nowhere"),
+        ("loop/run", "Too many levels of symbolic links"),
+        pytest.param("x" * 300, "File name too long", id="long"),
+    ],
+)
+def test_obstructed_folder_is_refused(folder: str, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to("absent")
+    (tmp_path / "loop").symlink_to("loop")
+    place = tmp_path / folder
+    for refuse in (
+        lambda: check_run_dir(place),
+        lambda: FolderLock(place, "run.dir"),
+        lambda: check_replaceable(place, 1, "run.dir", mark="config.json", what="model directory"),
+    ):
+        with pytest.raises(UserError, match=problem) as caught:
+            refuse()
+        assert (caught.value.setting, caught.value.value) == ("run.dir", place)
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 def test_the_earlier_writer_of_a_directory_is_undisturbed(tmp_path: Path) -> None:

@@ -111,6 +111,17 @@ def test_secrets_of_servers_are_masked(tmp_path: Path, key: str, words: list[str
     assert text.count(str(shown)) == 2  # among the differences, and among all settings
 
 
+def test_page_has_no_key_or_password(tmp_path: Path) -> None:
+    """Neither of the settings in force nor of earlier ones."""
+    run = write_run(tmp_path / "run")
+    secrets = "data.verifiers.arguments={key: hunter2}", "loss.distillation.teacher=http://me:hunter2@host"
+    for step, more in ((0, "data.chat_template_kwargs={a: hunter2}"), (3, "rollout.servers=[http://a:hunter2@b]")):
+        record(run, step, load_config(None, [f"run.dir={run}", *secrets, more]))
+    text = page(read_runs([run]))
+    assert "hunter" not in text
+    assert text.count("http://***@host") == 2 and "http://***@b" in text
+
+
 def test_biased_rule_is_shown_with_its_reason(tmp_path: Path) -> None:
     biased = PruningConfig(completions=CompletionPruningConfig(rule="top_k"))
     text = write(write_run(tmp_path / "run", pruning=biased)).text

@@ -165,8 +165,16 @@ def test_rank_that_cannot_generate_stops_all_ranks(tmp_path: Path) -> None:
 def test_weights_that_are_not_numbers_stop_the_generation(tmp_path: Path) -> None:
     policy = make_policy()
     policy.model.norm.weight.data[0] = float("nan")
-    with pytest.raises(RuntimeError, match="version 1 give log-probabilities that are not finite"):
+    with pytest.raises(UserError, match="version 1 give log-probabilities that are not finite") as caught:
         generate(make_engine(policy, tmp_path), make_prompts(3), sampling_of())
+    assert (caught.value.setting, caught.value.value) == ("model.path", tmp_path)
+
+
+def test_config_that_transformers_rejects_is_refused(tmp_path: Path) -> None:
+    path = write_family(tmp_path, "LlamaForCausalLM", attention_dropout="x")
+    with pytest.raises(UserError, match="attention_dropout") as caught:
+        load_engine(path)
+    assert caught.value.setting == "model.path"
 
 
 def test_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +72,27 @@ async def stumble(client: Client, prompt: Prompt) -> list[Turn]:
 
 async def cancel_itself(client: Client, prompt: Prompt) -> list[Turn]:
     raise asyncio.CancelledError("no more of this")
+
+
+async def cancel_all(client: Client, prompt: Prompt) -> list[Turn]:
+    for task in asyncio.all_tasks():
+        task.cancel()
+    return await once(client, prompt)
+
+
+async def stop_the_loop(client: Client, prompt: Prompt) -> list[Turn]:
+    asyncio.get_running_loop().stop()
+    return await once(client, prompt)
+
+
+async def fork(client: Client, prompt: Prompt) -> list[Turn]:
+    """Fork as a library might that forgets to end its copy."""
+    child = os.fork()
+    if child == 0:
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGABRT)
+    assert os.waitpid(child, 0)[1] == 0, "the copy goes on in the run's loop"
+    return await once(client, prompt)
 
 
 async def never_end(client: Client, prompt: Prompt) -> list[Turn]:
@@ -142,6 +165,11 @@ def test_one_turn_is_a_completion_without_a_conversation(engines: Any) -> None:
     assert bits_of(generate(engines(once), prompts, sampling)) == bits_of(generate(engines(None), prompts, sampling))
 
 
+def test_forked_copy_ends_where_its_step_ends(engines: Any) -> None:
+    prompts, sampling = make_prompts(3), sampling_of()
+    assert bits_of(generate(engines(fork), prompts, sampling)) == bits_of(generate(engines(once), prompts, sampling))
+
+
 def test_sampled_tokens_have_logprobs_of_a_plain_forward(engines: Any, policy: Qwen3ForCausalLM) -> None:
     prompts = make_prompts(3, 11, 1, 6)
     groups = generate(engines(with_a_tool), prompts, sampling_of(samples=6, max_tokens=MOST))
@@ -192,6 +220,8 @@ def test_conversation_that_gives_up_is_repeated(engines: Any) -> None:
     [
         (stumble, "AttributeError: 'Prompt' object has no attribute 'no_such_thing'"),
         (cancel_itself, "CancelledError: no more of this"),
+        (cancel_all, "f.py:cancel_all: cancelled tasks of the run"),
+        (stop_the_loop, "f.py:stop_the_loop: cancelled tasks of the run, or stopped the event loop"),
         (give_up, "gave up prompt 0 2 times (rollout.attempts), the last time: the tool is down"),
         (never_end, "2 conversations of f.py:never_end neither asked for a turn nor ended"),
     ],

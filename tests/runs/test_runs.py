@@ -90,6 +90,12 @@ def check_updates(steps: Rows, run: Path) -> None:
         assert row["prune/kept_completion_fraction"] > 0.1
 
 
+def check_no_updates(steps: Rows, run: Path) -> None:
+    """Check that every step was counted as one without an update."""
+    assert [row["train/no_op_updates"] for row in steps] == [1, 1]
+    assert not any("train/grad_norm" in row for row in steps)
+
+
 @dataclass(frozen=True)
 class Run:
     """A configuration.
@@ -161,6 +167,10 @@ RUNS = {
         ),
         check_updates,
         ranks=2,
+    ),
+    "every scoring fails, as allowed": Run(
+        ("reward.function=FOLDER/fails.py:compute_score", "reward.max_failures=1", "run.steps=2", "eval.problems=0"),
+        check_no_updates,
     ),
 }
 

@@ -1,4 +1,5 @@
-"""``quickstart.sh`` keeps the results of other settings apart, and ``install.sh`` keeps pip's output.
+"""``quickstart.sh`` keeps the results of other settings apart, ``install.sh`` keeps pip's output, and ``check_gpu.sh``
+ends with its table.
 
 Stand-ins for the programs that the scripts call write down their arguments.
 """
@@ -6,6 +7,7 @@ Stand-ins for the programs that the scripts call write down their arguments.
 import os
 import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,47 @@ def test_an_installation_shows_progress_and_keeps_pip_s_output(code: int, tmp_pa
     log = (tmp_path / ".venv/install.log").read_text()
     assert log.splitlines() == ["Collecting torch", "looks at it", "  Downloading torch-2.13.0.whl (180 MB)"]
     assert ("the installation failed" in done.stderr) == bool(code) == (not list(tmp_path.glob(".venv/installed-*")))
+
+
+def check_gpu(folder: Path, part: str, *, gpus: str = "exit 0", **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run ``check_gpu.sh`` with stand-ins for Python, which fails at 4B and the policy head, and ``nvidia-smi``."""
+    (folder / "programs").mkdir()
+    write_program(folder / "programs/nvidia-smi", f"#!/bin/sh\n{gpus}\n")
+    fails = "*--shapes\\ 4b | *policy_head.py*) echo no room; exit 3 ;;"
+    write_program(folder / "programs/python", f'#!/bin/sh\ncase "$*" in {fails} esac\n')
+    own = {"PATH": f"{folder}/programs:{os.environ['PATH']}", "PYTHON": "python", "OUT": str(folder / "out"), **environ}
+    command = ["bash", str(SCRIPTS / "check_gpu.sh"), part]
+    return subprocess.run(command, env=os.environ | own, text=True, capture_output=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("part", "steps"),
+    [
+        ("B", {"step-4b": 3, "step-4b-recompute": 0, "step-0.6b": 0, "rates": 0, "head-8b": 3}),
+        ("A", {"versions": 0, "attention": 0, "head": 3}),  # without kernels, nothing else is tried
+    ],
+)
+def test_a_gpu_check_ends_with_a_table_and_an_archive(part: str, steps: dict[str, int], tmp_path: Path) -> None:
+    done = check_gpu(tmp_path, part)
+    assert done.returncode == 1, done.stderr
+    archive, head, *rows = done.stdout.splitlines()[-len(steps) - 2 :]
+    assert head.split() == ["step", "seconds", "code"]
+    assert {row.split()[0]: int(row.split()[2]) for row in rows} == steps
+    with tarfile.open(archive.removeprefix("archive to send back: ")) as logs:
+        log = logs.extractfile(f"{part}/{'head' if part == 'A' else 'step-4b'}.log")
+        assert log is not None and log.read() == b"no room\n"
+
+
+@pytest.mark.parametrize(("part", "seconds"), [("A", 360), ("B", 240)])
+def test_a_dry_gpu_check_prints_steps_within_minutes(part: str, seconds: int, tmp_path: Path) -> None:
+    done = check_gpu(tmp_path, part, gpus="exit 9", DRY_RUN="1")
+    limits = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines()}
+    beside = sum(sorted(limits.pop(name) for name in ("nccl", "experts", "quickstart") if name in limits)[-1:])
+    assert (done.returncode, sum(limits.values()) + beside) == (0, seconds)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_check_without_a_gpu_ends_in_one_sentence(tmp_path: Path) -> None:
+    done = check_gpu(tmp_path, "A", gpus="exit 9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: this machine has no GPU") and done.stderr.count("\n") == 1

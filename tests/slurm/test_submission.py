@@ -35,6 +35,11 @@ def test_a_submission_from_another_folder_is_refused(submit: Submitter) -> None:
     [
         ("loss.nmae=dapo", {}, "error: loss.nmae = dapo"),
         ("rollout.servers=slurm rollout.engine=sglang rollout.launch.tp=3", {}, "error: rollout.launch.tp = 3"),
+        (
+            "rollout.servers=slurm rollout.engine=sglang",
+            {"SERVER_PYTHON": "/no/python"},
+            "error: SERVER_PYTHON = /no/python",
+        ),
         ("", {"CONTAINER": "/no/image.sqsh"}, "error: CONTAINER = /no/image.sqsh: there is no such file"),
         ("", {"CONTAINER": "registry#image:1"}, "error: CONTAINER = registry#image:1: this cluster's srun knows no"),
         ("", {"PYTHON": "/no/python"}, "cannot import megatron_dppo"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -19,14 +21,15 @@ def read_saved(run: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("iter_*"))
 
 
-def end_idle(rank: int, size: int, config: Config, resumed: Config) -> str:
-    """Run to an error, return it, and run to the end with other settings."""
-    with pytest.raises(UserError) as caught:
+def end_idle(rank: int, size: int, config: Config, resumed: Config | None) -> str:
+    """Run to an error, and to the end with other settings, if any are given. Return what was printed, and the error."""
+    with redirect_stdout(StringIO()) as said, pytest.raises(UserError) as caught:
         live(rank, size, config)
     assert read_saved(Path(config.run.dir)) == [2]
     assert caught.value.setting == "run.max_idle_steps"
-    live(rank, size, resumed)
-    return str(caught.value)
+    if resumed:
+        live(rank, size, resumed)
+    return f"{said.getvalue()}{caught.value}"
 
 
 def test_run_without_any_gradient_is_saved_and_ends(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
@@ -77,3 +80,15 @@ def test_only_consecutive_steps_count() -> None:
         guard.trained(updated=updated, reward=0.0)
         seen.append(guard.hopeless)
     assert seen == [False] * 5 + [True]
+
+
+def test_steps_with_a_gradient_of_exactly_zero_are_idle(policy: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """The loss passes the trial at the start, and has no gradient for as many tokens as a run has."""
+    file = tmp_path / "loss.py"
+    file.write_text(
+        "def flat(tokens):\n    return tokens.ratio * tokens.advantage * (0.0 if len(tokens.advantage) > 50 else 1.0)\n"
+    )
+    settings = (f"loss.objective={file}:flat", "run.steps=9", "run.max_idle_steps=2")
+    said = ranks.run(1, end_idle, small_run(policy, tmp_path / "run", *settings), None)[0]
+    assert "the last 2 steps" in said and "the gradient of a step is exactly 0" in said
+    assert [row["train/grad_norm"] for row in rows(tmp_path / "run")[1:]] == [0.0, 0.0]

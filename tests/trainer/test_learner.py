@@ -27,6 +27,7 @@ from tests.laws.test_split_invariance import LAYOUTS, ONE
 from tests.ranks import RankPool
 from tests.rollout.local import plain_logprobs
 from tests.rollout.scripted import world_of
+from tests.small_runs import live, rows, small_run, write_run
 from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, step_of_sequences, weights_of
 
 TEMPERATURE = 0.8
@@ -258,3 +259,24 @@ def test_score_norms_of_the_head_equal_the_logits(ranks: RankPool, policy: Path)
     for of_ranks in ranks.in_turn(2, *calls):
         for of_rank in of_ranks:
             np.testing.assert_allclose(of_rank, expect_score_norms(policy), rtol=1e-4)
+
+
+@pytest.mark.parametrize("line", ["torch.set_grad_enabled(False)", "torch.inference_mode().__enter__()"])
+def test_gradients_are_enabled_whatever_a_user_file_sets(line: str, ranks: RankPool, tmp_path: Path) -> None:
+    """A conversation's file has the line at its head, and a completion rule's file has it in its function."""
+    folder = write_run(tmp_path / "policy")
+    heads = {"plain": "", "disabled": line}
+    for name, head in heads.items():
+        (tmp_path / f"{name}.py").write_text(
+            f"import torch\n{head}\n"
+            "async def talk(client, prompt):\n    return [await client.generate(prompt.token_ids)]\n"
+            f"def rule(candidates, keep):\n    {head or 'pass'}\n    return candidates.advantage * 0 + 1\n"
+        )
+        own = (
+            f"rollout.conversation={tmp_path / name}.py:talk",
+            f"pruning.completions.function={tmp_path / name}.py:rule",
+        )
+        config = small_run(folder, tmp_path / name, *own, "run.steps=2", "loss.updates_per_rollout=2")
+        ranks.run(1, live, config)
+    assert rows(tmp_path / "disabled") == rows(tmp_path / "plain")
+    assert all(row["train/grad_norm"] > 0.0 for row in rows(tmp_path / "disabled")[1:])

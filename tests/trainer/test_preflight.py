@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import resource
 import shutil
@@ -18,8 +19,10 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.settings import load_config
-from megatron_dppo.trainer.preflight import OVERHEAD, check_config, disk_needed, preflight
-from megatron_dppo.trainer.writer import STATE, Writer, read_state, write_state
+from megatron_dppo.trainer.fingerprints import fingerprints
+from megatron_dppo.trainer.preflight import OVERHEAD, check_config, disk_needed, mistakes, preflight
+from megatron_dppo.trainer.resume import record
+from megatron_dppo.trainer.writer import FILES, STATE, Writer, read_state, write_state
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.commands import Command
 from tests.small_runs import small_words, write_run
@@ -148,6 +151,19 @@ def test_unfit_resume_is_refused(policy: Path, tmp_path: Path, written: str, res
     assert refuse(before).setting == "run.dir"
     (place / STATE).unlink()
     assert "is no checkpoint of a run" in refuse(before).problem
+
+
+@pytest.mark.parametrize("name", ["mistyped.jsonl", "rows.jsonl.gz"])
+def test_unreadable_data_of_a_resumed_run_is_the_only_mistake(name: str, policy: Path, tmp_path: Path) -> None:
+    """Its files are not compared with those of the checkpoint."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "label": "1"}\n' * 4)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    own = "rollout.prompts_per_step=4", "eval.problems=0"
+    config, other = (config_of(policy, tmp_path, f"data.train={tmp_path / n}", *own) for n in ("rows.jsonl", name))
+    write_marks(config, 3, {FILES: fingerprints(config)})
+    record(Path(config.run.dir), 0, config)
+    assert [*mistakes(config, "train")] == []
+    assert [mistake.setting for mistake in mistakes(other, "train")] == ["data.train"]
 
 
 def test_buffers_of_another_order_of_parameters_are_refused(policy: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from megatron_dppo.trainer.resume import (
     check_warm_up,
     read_history,
     record,
+    record_warm_up,
     rule_of,
     same_prompts,
 )
@@ -152,6 +153,8 @@ def test_each_step_keeps_the_settings_of_the_time(tmp_path: Path) -> None:
         ("run.seed=2", 0o027, 0o640),
         ("rollout.launch.env=[TOKEN=hf_x]", 0o002, 0o600),
         ("data.verifiers.arguments={key: x}", 0o002, 0o600),
+        ("data.chat_template_kwargs={key: x}", 0o002, 0o600),
+        ("rollout.servers=[http://me:x@host]", 0o002, 0o600),
     ],
 )
 def test_settings_with_keys_are_private(override: str, umask: int, mode: int, tmp_path: Path) -> None:
@@ -164,11 +167,36 @@ def test_settings_with_keys_are_private(override: str, umask: int, mode: int, tm
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in (HISTORY, IN_FORCE)} == {mode}
 
 
+def test_keys_of_earlier_steps_stay_private(tmp_path: Path) -> None:
+    for step, override in ((0, "data.verifiers.arguments={key: x}"), (3, "run.seed=2")):
+        record(tmp_path, step, config_of(tmp_path, override))
+    assert (tmp_path / HISTORY).stat().st_mode & 0o077 == 0
+
+
+def test_settings_beside_a_warmed_up_policy_have_no_keys(tmp_path: Path) -> None:
+    record_warm_up(tmp_path, config_of(tmp_path, "rollout.launch.env=[TOKEN=hunter2]"))
+    assert json.loads((tmp_path / WARM_UP).read_text())["rollout.launch.env"] == ["TOKEN=…"]
+
+
 def test_torn_history_is_read_to_the_last_whole_line(tmp_path: Path) -> None:
     record(tmp_path, 0, config_of(tmp_path))
     with (tmp_path / HISTORY).open("a") as torn:
         torn.write('{"step": 20, "sett')
     assert [entry.step for entry in read_history(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (IN_FORCE, "run: &a {x: *a}"),
+        (IN_FORCE, "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40))),
+        (HISTORY, '{"step": 0, "settings": ' + '{"a":' * 100_000),
+        (HISTORY, '{"step": 1e400, "settings": {}}'),
+    ],
+)
+def test_settings_without_end_are_none(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_history(tmp_path) == []
 
 
 def test_other_prompts_begin_a_new_order(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_malformed_row_is_refused_with_line(name: str, whole: Path, tmp_path: Pa
 
 IDLE = {
     "data.chat_template_kwargs={a: 1}": ("data.chat_template=false", "data.chat_template=true"),
+    "data.date=2026-01-31": ("data.chat_template=false", "data.chat_template=true"),
     "loss.tis_level=sequence": ("", "loss.tis_cap=2"),
     "loss.distillation.coef=2": ("", "loss.distillation.teacher=dir"),
     "loss.distillation.direction=forward": ("", "loss.distillation.teachers={a: dir}"),

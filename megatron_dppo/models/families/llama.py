@@ -25,6 +25,15 @@ class LlamaRopeScaling(RopeScaling):
     high_freq_factor: float
     original_max_position_embeddings: float
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: there is nothing between low and high frequencies.
+        """
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low >= high:
+            raise ValueError(f"low_freq_factor = {low:g}, which is not below high_freq_factor = {high:g}")
+
     def scale(self, frequencies: Any) -> Any:
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         unscaled = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)

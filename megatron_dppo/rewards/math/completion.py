@@ -14,18 +14,33 @@ NUMBER = re.compile(r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?"
 BOXED = re.compile(r"\\f?boxed\s*(?:\{|([^\s{}\\]))")
 BRACE = re.compile(r"[{}]")
 SAID = re.compile(r"\banswer\s*(?:is|:|=)[\s:*]*", re.IGNORECASE)
-SENTENCE_END = re.compile(r"\n|\.\s|,\s+(?=[a-z]{2})|\s+(?:because|since|as|which|so|by|when)\b")
+CLAUSE = re.compile(r"\s(?:because|since|as|which|so|when)\b")
+SENTENCE_END = re.compile(rf"\n|\.\s|,\s+(?=[a-z]{{2}})|{CLAUSE.pattern}|\sby\b")
 """A full stop before a space ends a sentence, a decimal point does not."""
-FORMULA = re.compile(r"\$([^$\n]+)\$|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+AMOUNT = r"[0-9][0-9,]*(?:\.[0-9]+)?"
+PAID = rf"{AMOUNT}[.,;:)]?\s+\(?[a-z]{{2,}}\s(?:[^$\n]*\s)?\$"
+"""Prose between two dollar signs, of which the first is a currency's."""
+FORMULA = re.compile(
+    rf"(?<!\\)\$(?!{PAID})((?:\\.|[^$\\\n])+)\$(?![0-9])|\\\(([^\n]+?)\\\)|\\\[(.+?)\\\]"
+    rf"|\${AMOUNT}(?!\w|\s*[\\^/+=<>{{}}$%-])",
+    re.DOTALL,
+)
+"""A formula between delimiters, in a group; or an amount of dollars, in none."""
 LOOSE = re.compile(r"(?<![\w.,])[-+]?\$?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+|\s?\\?%)?")
 TOLD = re.compile(rf"\s+(?:is|are|equals)\s+(?:exactly\s+)?({LOOSE.pattern})[.!]?\s*")
 """A number that a sentence gives to the formula before it: ``the largest $n$ is 34.``"""
 BETWEEN = re.compile(
-    r"(?:[\s$,;.*]|\\[()\[\],; ]|\\quad|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\b[a-zA-Z](?:_\w)?\s*=)*+"
+    r"(?:[\s$,;.*()]|\\[()\[\],; ]|\\q?quad|\\text\{|\}|\b[a-zA-Z](?:_(?:\w|\{[^{}]*\}))?\s*="
+    r"|\b(?:and|or|else|either|also|even|maybe|perhaps|possibly|probably|alternatively|it|could|might|may|be)\b)*+",
+    re.IGNORECASE,
 )
-"""Text between boxes that are one answer."""
+"""Text between boxes that are one answer: a second guess is no correction."""
 LONGEST_BETWEEN = 60
-SUBJECT = re.compile(r"(?:[a-zA-Z'-]+\s+){1,12}(?:is|are|equals)\s+(?:exactly\s+)?", re.IGNORECASE)
+WORD = r"[a-zA-Z'-]+(?:\([^()\s]*\))?"
+SUBJECT = re.compile(
+    rf"{WORD}[ \t]+(?:(?:{WORD}|[0-9]+|\$[^$\n]+\$|\\\([^\n]+?\\\))[ \t]+){{0,19}}(?:is|are|equals)\s+(?:exactly\s+)?",
+    re.IGNORECASE,
+)
 """Words that say of what the answer is told: ``The volume is`` 120."""
 MOST_BOXES = 64
 """Boxes at the end of a text that are looked at."""
@@ -94,14 +109,16 @@ def said_answer(text: str) -> str:
     text = text[-TAIL:]
     said = list(SAID.finditer(text))
     if said:
-        answer = SENTENCE_END.split(text[said[-1].end() :], maxsplit=1)[0].strip(" *")
-        subject = SUBJECT.match(answer)
-        return answer[subject.end() :].strip(" *") if subject and not NEGATED.search(subject[0]) else answer
+        start = said[-1].end()
+        subject = SUBJECT.match(text, start)
+        if subject and not NEGATED.search(subject[0]) and not CLAUSE.search(subject[0]):
+            start = subject.end()
+        return SENTENCE_END.split(text[start:], maxsplit=1)[0].strip(" *")
     formulas = list(FORMULA.finditer(text))
-    if formulas and (told := TOLD.fullmatch(text, formulas[-1].end())):
-        return told[1].rstrip(",")
-    if formulas:
-        return next(group for group in formulas[-1].groups() if group is not None).strip()
+    last = formulas[-1] if formulas else None
+    if last and last.lastindex:  # money behind all formulas: prose has the answer
+        told = TOLD.fullmatch(text, last.end())
+        return told[1].rstrip(",") if told else last[last.lastindex].strip()
     numbers = LOOSE.findall(text)
     return numbers[-1].rstrip(",") if numbers else ""
 

@@ -21,6 +21,8 @@ GREEK = re.compile(
 )
 OPEN_SET, CLOSE_SET = "⦃", "⦄"
 """Braces of a set, told apart from LaTeX's grouping."""
+FINITE = r"⦃(?:(?!\\mid)[^⦃⦄|:<>])*⦄"
+"""A set whose members are listed."""
 
 COMMANDS = {
     "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "leq": r"\le ", "leqslant": r"\le ", "geq": r"\ge ",
@@ -46,6 +48,9 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\f?boxed\s*\{([^{}]*)\}", r"\1"),
     (r"\\text\{([^{}]*[^{}\s~])[\s~]+\}", r"\\text{\1}"),
     (r"\\text\{[\s~\\,]*(?:and|or)\s*\}|(?<=[\s\d})\]⦄$])\b(?:and|or)\b(?=[\s\\$(])", ","),
+    # A spacing command stands before a unit, not before a factor.
+    (r"^((?:[^a-zA-Z\\]|\\(?:frac|sqrt|pi)(?![a-zA-Z]))+?)\s*(?:\\[,;: ]|~)+\s*([msJNWK])"
+     r"(?=(?:\^\{?-?[0-9]\}?)?[\s.]*$)", r"\1\\text{ \2}"),
     (r"(?<!\\)\\[!,;: ](?=\d{3}(?!\d))|\{,\}\s*", ","),
     (r"(?<!\\)\\[!,;: ]|~", " "),
     (r",\s*,", ","),
@@ -68,6 +73,8 @@ REWRITINGS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
     (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
     (r"\\frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(-?\d+)\s*\}", r"\\frac{\1}{\2}"),
+    (rf"^(?:[^⦃⦄]*(?:=|\\in)\s*)?{FINITE}(?:\s*\\cup\s*{FINITE})+[\s.,]*$",
+     lambda found: re.sub(r"⦄\s*\\cup\s*⦃", ",", found[0])),
     (r"\s+", " "),
 )  # fmt: skip
 COMPILED = [(re.compile(pattern), into) for pattern, into in REWRITINGS]
@@ -137,14 +144,16 @@ def _trimmed(text: str) -> str:
 
 
 OPENING, CLOSING = "([{⟨" + OPEN_SET, ")]}⟩" + CLOSE_SET
+SUBSCRIPT = r"(?:_(?:\w++|\{(?:[^{}]|\{[^{}]*\})*+\}))?"
 NAME = (
-    r"(?:(?:\\?P|\\?Pr)\([^()]*\)|\\text\{[^{}]*\}|\\(?!(?:in|log|ln|sqrt|lg|not)(?![a-zA-Z]))[a-zA-Z]++(?!\{)|[a-zA-Z](?:_\{?\w++\}?)?'*+"
-    r"|\([a-zA-Z, \\]+\)|(?<=[a-zA-Z])\([^()=]*\)|\|[a-zA-Z]+\||(?<=[a-zA-Z ]):(?=\s*[a-zA-Z])|\s)++"
+    r"(?:(?:\\?P|\\?Pr)\([^()]*\)|\\text\{[^{}]*\}|\\(?!(?:in|log|ln|sqrt|lg|not)(?![a-zA-Z]))[a-zA-Z]++(?!\{)"
+    rf"|[a-zA-Z]{SUBSCRIPT}'*+|\([a-zA-Z, \\]+\)|(?<=[a-zA-Z])\([^()=]*\)|\|[a-zA-Z]+\|"
+    r"|(?<=[\w} ]):(?=\s*\\?[a-zA-Z])|\s)++"
 )
 GIVEN = r"(?:=|\\in(?![a-zA-Z]))"
 SIDE = re.compile(rf"({NAME}){GIVEN}(.+)")
 RELATION = re.compile(r"<|>|\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])")
-UNKNOWN = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?")
+UNKNOWN = re.compile(rf"\\?[a-zA-Z]+{SUBSCRIPT}'*(?:\([a-zA-Z]\))?")
 BUILDER = re.compile(rf"{OPEN_SET}([^|:]*?)(?:\||:|\\mid)(.*){CLOSE_SET}")
 UNION = r"\\cup(?![a-zA-Z])"
 COMMA = r"(?:(?<![0-9]),|,(?!0[0-9]{2}(?![0-9]))|;)"
@@ -240,6 +249,22 @@ def unpacked(text: str) -> list[tuple[str | None, str]] | None:
     if names is None or values is None or len(split(names[1], ",")) != len(values.elements):
         return None
     return list(zip(split(names[1], ","), values.elements, strict=True))
+
+
+def with_tuples(text: str, other: str) -> str:
+    """Solutions by name as tuples, ``(p,q)=(5,2),(p,q)=(7,2)`` for ``p=5,q=2;p=7,q=2``; any other text as it is.
+
+    Elements are in the names' alphabetical order. A single solution becomes a tuple if ``other`` is a bare one.
+    """
+    listed, _ = members(text)
+    names = sorted({name for name, _ in listed if name})
+    rows = [dict(listed[start : start + len(names)]) for start in range(0, len(listed), len(names) or 1)]
+    if len(names) < 2 or any(sorted(map(str, row)) != names for row in rows):
+        return text
+    whole = enclosed(other)
+    if len(rows) == 1 and not (whole and whole[0] in "(["):
+        return text
+    return ",".join(f"({','.join(names)})=({','.join(row[name] for name in names)})" for row in rows)
 
 
 def links(text: str) -> list[str]:

@@ -246,7 +246,8 @@ NO_NOUN = re.compile(
     r"|reciprocal|root|power|missing|into|except)\b"
 )
 MOST_WORDS = 3
-
+ROUND_ARGUMENT = re.compile(r"(?:sin|cos|tan|cot|sec|csc)[^()]*$")
+"""An argument whose degrees belong to it: those of ``\\sin 30°`` are no unit."""
 
 Same = Callable[[str, str], bool]
 """Compares two values that are no plain numbers."""
@@ -294,6 +295,8 @@ def same_amount(label: str, answer: str, same: Same) -> bool | None:
         same_half = other_half is None or (half or "").lower() == other_half.lower()
         return int(hour) == int(other_hour) and minute == other_minute and same_half
     one, other = quantity_of(label), quantity_of(answer)
+    if None in (one.unit, other.unit) and ("dozen" in label) != ("dozen" in answer):
+        return False  # a bare number may count the dozens, or what they hold
     if one.unit is None and other.unit is None:
         multiple = one.number is not None and other.number is not None
         return _same_value(one, other, same) if multiple and {one.text, other.text} != {label, answer} else None
@@ -336,13 +339,14 @@ def quantity_of(text: str) -> Quantity:
 def _may_name(text: str, start: re.Match[str], value: str) -> bool:
     """Whether what begins here is a unit and no factor: ``5 m`` is five metres, ``5m`` a product."""
     word = start[0]
-    if value[-1] in "%°¢€£":
+    if value[-1] in "%°¢€£" or (word == "°" and ROUND_ARGUMENT.search(value)):
         return False
     if not word.isalpha():
         return word != r"\text{" or len(text[start.start() :].split()) <= MOST_WORDS + 2
     spaced = text[start.start() - 1] == " "
     if is_named(word):
-        return (spaced and number_of(value) is not None) or (len(word) > 1 and value[-1] in "0123456789)} ")
+        ended = re.search(r"[0-9)} ]$|\\pi$", value) is not None
+        return (spaced and number_of(value) is not None) or (len(word) > 1 and ended)
     few = len(text[start.start() :].split()) <= MOST_WORDS
     return spaced and few and len(word) >= 3 and number_of(value) is not None
 

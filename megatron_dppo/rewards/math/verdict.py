@@ -35,6 +35,7 @@ from megatron_dppo.rewards.math.notation import (
     united,
     unpacked,
     unspaced,
+    with_tuples,
     words_of,
 )
 from megatron_dppo.rewards.math.quantities import numeral_of, same_amount, same_number, same_share
@@ -175,6 +176,9 @@ class _Comparison:
         return same_algebra(expected, found)
 
     def by_list(self, label: str, answer: str) -> bool | None:
+        tuples = with_tuples(label, answer), with_tuples(answer, label)
+        if tuples != (label, answer):
+            return self.same(*tuples)
         (expected, braces), (found, others) = members(label), members(answer)
         if (len(expected) == len(found) == 1 and not (braces or others)) or (bracketed(label) and bracketed(answer)):
             return None

@@ -185,6 +185,8 @@ def efficient_keep(rule: str, candidates: CompletionCandidates, generated: float
     """
     live = ~candidates.zero_advantage
     squares, tokens, total = candidates.score[live] ** 2, candidates.cost[live], candidates.cost.sum()
+    if total == 0.0:  # nothing is left to train on, as where each group lost a completion to a failed scoring
+        return 1.0
 
     def product(share: float) -> float:
         inclusion = completion_inclusion(rule, candidates, share)[live]

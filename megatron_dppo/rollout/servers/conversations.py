@@ -157,7 +157,7 @@ class Conversations:
         Raises:
             ServerError: the server failed.
             ConversationError: the function gave one of them up, or took too long, or a host that it asks failed it.
-            UserError: the function raised, or returned what cannot be trained on.
+            UserError: the function raised, cancelled others' tasks, or returned what cannot be trained on.
         """
         client = partial(ConversationClient, function=self._function, prompt=prompt, sampling=sampling, server=server)
         client = partial(client, spans=read_versions, timeout_s=self._timeout_s)
@@ -169,6 +169,10 @@ class Conversations:
         except TimeoutError:
             problem = f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no completion in the end"
             raise ConversationError(server.url, problem, alive=True) from None
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the run cancelled the conversations
+            raise self._function.interference() from None
         finally:
             self._begun.pop(prompt.id, None)
 

@@ -26,6 +26,8 @@ HOSTS = "MEGATRON_DPPO_SERVER_HOSTS"
 """Environment variable with the address of every server, separated by commas: a job script asks Slurm for them, since
 containers lack its commands. Servers on one address have one port after the other."""
 NODES = "SLURM_JOB_NODELIST_HET_GROUP_1"
+SERVER_PYTHON = "SERVER_PYTHON"
+"""Environment variable with the interpreter of the servers' Python environment."""
 SECRET = "MEGATRON_DPPO_SERVER_SECRET"
 """Environment variable with the API key that given servers were started with."""
 
@@ -40,7 +42,7 @@ class EngineSpec:
 
     client: type[ServerClient]
     command: tuple[str, ...]
-    """Command that starts a server, unless ``rollout.launch.command`` names one."""
+    """Command that starts a server, unless ``rollout.launch.command`` or ``SERVER_PYTHON`` names one."""
     module: str
     """Module that starts a server, for an interpreter of another environment."""
     reserved_flags: tuple[str, ...]
@@ -170,9 +172,15 @@ def gpus_to_reserve(rollout: RolloutConfig) -> int:
     return 0 if rollout.colocated else sum(tensor_parallel(rollout))
 
 
-def base_command(rollout: RolloutConfig) -> tuple[str, ...]:
-    """Command that starts a server, without flags."""
-    return rollout.launch.command or spec_of(rollout.engine).command
+def base_command(rollout: RolloutConfig, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the command that starts a server, without flags.
+
+    The first of these: ``rollout.launch.command``; the engine's module in ``SERVER_PYTHON``; the engine's own command.
+    """
+    spec, python = spec_of(rollout.engine), environ.get(SERVER_PYTHON)
+    if rollout.launch.command is not None:
+        return rollout.launch.command
+    return (python, "-m", spec.module) if python else spec.command
 
 
 def server_command(config: Config, index: int, *, host: str, port: int, secret_file: Path) -> list[str]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.rollout.servers.launch import (
+    SERVER_PYTHON,
+    EngineSpec,
     rank_environment,
     server_urls,
     spec_of,
@@ -19,6 +23,8 @@ from megatron_dppo.rollout.servers.launch import (
     tensor_parallel,
 )
 
+ASK_S = 60.0
+"""How long an interpreter may take to look for a package, in seconds."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
@@ -46,28 +52,43 @@ def check_launch(config: Config) -> None:
 
 
 def check_servers(config: Config, shape: PolicyShape, environ: Mapping[str, str] = os.environ) -> None:
-    """Hold the settings of servers against the policy and this machine. Whether given servers answer is found later.
+    """Check the settings of servers against the policy and this machine. Externally managed servers are asked later.
 
     Raises:
         UserError: for the first thing that is wrong.
     """
+    for check in server_checks(config, environ):
+        check()
+    check_split(config, shape)
+
+
+def server_checks(config: Config, environ: Mapping[str, str] = os.environ) -> Iterator[Callable[[], object]]:
+    """Yield the checks of ``check_servers`` that need no policy."""
     rollout = config.rollout
     if not rollout.served:
         return
-    server_urls(config, environ)
-    if rollout.launch.count or rollout.servers == "slurm":
-        _check_both_ends(config, environ)
-        _check_split(config, shape)
+    yield partial(server_urls, config, environ)
+    if _are_started(config):
+        yield partial(_check_both_ends, config, environ)
     if rollout.launch.count:
-        _check_command(config)
+        yield partial(_check_command, config, environ)
     if rollout.colocated:
-        _check_memory(config)
+        yield partial(_check_memory, config)
     if syncs_by_files(rollout):
-        folder = sync_folder(config).absolute()
-        place = next(place for place in (folder, *folder.parents) if place.exists())
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            problem = f"{place} is no directory that can be written to"
-            raise UserError("rollout.sync.folder", folder, problem, "Name one that you and the servers share")
+        yield partial(_check_sync_folder, config)
+
+
+def _are_started(config: Config) -> bool:
+    """Return whether the run or its Slurm job starts servers."""
+    return config.rollout.served and bool(config.rollout.launch.count or config.rollout.servers == "slurm")
+
+
+def _check_sync_folder(config: Config) -> None:
+    folder = sync_folder(config).absolute()
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        problem = f"{place} is no directory that can be written to"
+        raise UserError("rollout.sync.folder", folder, problem, "Name one that you and the servers share")
 
 
 def _check_both_ends(config: Config, environ: Mapping[str, str]) -> None:
@@ -80,7 +101,14 @@ def _check_both_ends(config: Config, environ: Mapping[str, str]) -> None:
             raise UserError("rollout.launch.env", f"{name}={given[name]}", problem, remedy)
 
 
-def _check_split(config: Config, shape: PolicyShape) -> None:
+def check_split(config: Config, shape: PolicyShape) -> None:
+    """Check that the policy's heads can be split over the ranks of a server.
+
+    Raises:
+        UserError: for the first server whose ranks do not divide them.
+    """
+    if not _are_started(config):
+        return
     for tp in tensor_parallel(config.rollout) or (config.rollout.launch.tp,):
         assert isinstance(tp, int)
         shared = shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0  # a server copies heads where it has more ranks
@@ -108,13 +136,29 @@ def _check_memory(config: Config) -> None:
         raise UserError("rollout.colocated", "true", "this machine has no CUDA", remedy)
 
 
-def _check_command(config: Config) -> None:
-    engine, command = config.rollout.engine, config.rollout.launch.command
-    if command is None:
-        if not (spec := spec_of(engine)).installed:
-            remedy = f"Install it in one of its own, and set rollout.launch.command=[/ITS/bin/python,-m,{spec.module}]"
-            raise UserError("rollout.launch.command", "null", f"{engine} is not installed in this environment", remedy)
-    elif not command or shutil.which(command[0]) is None:
+def _check_command(config: Config, environ: Mapping[str, str]) -> None:
+    command, spec = config.rollout.launch.command, spec_of(config.rollout.engine)
+    python = environ.get(SERVER_PYTHON)
+    if command is None and python:
+        _check_python(python, spec)
+    elif command is None and not spec.installed:
+        problem = f"{config.rollout.engine} is not installed in this environment"
+        ways = f"{SERVER_PYTHON}=/ITS/bin/python, or rollout.launch.command=[/ITS/bin/python,-m,{spec.module}]"
+        remedy = f"Install it in one of its own (docs/gpu.md), and set the variable {ways}"
+        raise UserError("rollout.launch.command", "null", problem, remedy)
+    elif command is not None and (not command or shutil.which(command[0]) is None):
         name = command[0] if command else ""
         remedy = "Begin it with the path of an interpreter or a program"
         raise UserError("rollout.launch.command", name, "is no program that can be run", remedy)
+
+
+def _check_python(python: str, spec: EngineSpec) -> None:
+    package = spec.module.partition(".")[0]
+    code = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({package!r}) is None)"
+    remedy = f"Name an interpreter that has {package}, by a path that exists on every node with servers"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, timeout=ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(SERVER_PYTHON, python, f"cannot be run ({error})", remedy) from error
+    if found.returncode:
+        raise UserError(SERVER_PYTHON, python, f"has no package {package}", remedy)

@@ -28,6 +28,10 @@ GSM8K_LABEL = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 =
         (r"it is $\boxed{15\frac{3}{4}}$ or $\boxed{\frac{63}{4}}$", r"\frac{63}{4}", True),
         ("Final Answer: The volume is 120.", "120", True),
         ("Final Answer: The volume is 120 or 130.", "120", False),
+        (r"\boxed{1} or maybe \boxed{3}", "3", False),
+        ("Final Answer: The number of integers in the domain of $f(x)$ is 19.", "19", True),
+        ("The answer is the area enclosed by $C$ is 19.", "19", True),
+        ("Ann has $300, Bob $955 and $x$ is $9,200. In total it is $10,455", "10455", True),
     ],
 )
 def test_completions_are_judged(answer: str, label: str, right: bool) -> None:

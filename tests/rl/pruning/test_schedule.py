@@ -5,6 +5,7 @@ import pytest
 
 from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
 from megatron_dppo.rl.objectives import objective_for
+from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.draw import completion_candidates, prune_minibatch
 from megatron_dppo.rl.pruning.schedule import next_round, scheduled_keep, window_size
 from megatron_dppo.rl.types import StepMetadata, StepPlan
@@ -101,3 +102,14 @@ def test_divisor_and_weights_of_a_rule(rule, z):
     assert found.minibatches[0].normaliser == z
     assert (found.minibatches[0].samples.weight == 1.0).all()
     assert any("is biased" in note for note in found.notes) == bool(rule)
+
+
+@pytest.mark.parametrize("prompts", ["none", "neyman", "threshold", "greso", "dynamic_sampling"])
+@pytest.mark.parametrize("completions", sorted(COMPLETION_RULES))
+def test_step_whose_groups_all_failed_trains_on_nothing(prompts, completions):
+    """Each group lost a completion to a failed scoring, or all rewards are equal."""
+    words = [f"pruning.prompts.rule={prompts}", f"pruning.completions.rule={completions}"]
+    for rewards in (np.ones((0, 4)), np.ones((3, 4))):
+        found = plan_with(step_metadata(len(rewards), 4, rewards=rewards), *words)
+        assert [m.capacity for m in found.minibatches] == [0]
+        assert not found.updates

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.rollout.servers.launch import SERVER_PYTHON, base_command
 from megatron_dppo.rollout.servers.preflight import check_servers
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.preflight import check_config
@@ -93,6 +94,22 @@ def test_uninstalled_server_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     for engine in ("sglang", "vllm"):
         with pytest.raises(UserError, match=f"rollout.launch.command=.*python,-m,{engine}"):
             check(tmp_path, f"rollout.engine={engine}", "rollout.launch.count=1")
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_server_python_starts_and_is_checked(engine: str, tmp_path: Path) -> None:
+    words = [f"run.dir={tmp_path}/run", f"rollout.engine={engine}", "rollout.launch.count=1"]
+    config = load_config(None, words)
+    (python := tmp_path / "python").write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    check_servers(config, SHAPE, {SERVER_PYTHON: str(python)})
+    assert base_command(config.rollout, {SERVER_PYTHON: str(python)})[:2] == (str(python), "-m")
+    for wrong, problem in (("/nowhere/python", "cannot be run"), (sys.executable, f"has no package {engine}")):
+        with pytest.raises(UserError, match=f"{SERVER_PYTHON} = {wrong}: {problem}"):
+            check_servers(config, SHAPE, {SERVER_PYTHON: wrong})
+    named = load_config(None, [*words, "rollout.launch.command=[sh]"])
+    check_servers(named, SHAPE, {SERVER_PYTHON: "/nowhere/python"})
+    assert base_command(named.rollout, {SERVER_PYTHON: "/nowhere/python"}) == ("sh",)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has CUDA")

@@ -1,0 +1,60 @@
+"""The date that some chat templates print, such as Llama 3.2's: one for all ranks and all starts of a run."""
+
+from __future__ import annotations
+
+from datetime import date, datetime
+from pathlib import Path
+
+from megatron_dppo.config import DataConfig, replace
+from megatron_dppo.data.tokenizer import CLOCK, chat_templates
+from megatron_dppo.errors import UserError
+from megatron_dppo.process.files import replace_text
+from megatron_dppo.process.streams import tell
+
+DATE = "prompt_date.txt"
+"""File of a run's folder with the date of its prompts."""
+DATE_PARTS = ("-d", "-m", "-H", "-I", "-M", "-S", "-j", "-y", *"aAbBcdDeFGhHIjklmMpPrRSTuUVwWxXyYzZ%")
+"""Directives of strftime, without their percent signs."""
+
+
+def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = False) -> DataConfig:
+    """Return the settings with the date of prompts, if the policy's chat template prints one.
+
+    Args:
+        data: settings; a date in them stays.
+        policy: folder of the tokenizer.
+        folder: folder of the run or evaluation, whose date is taken; without one, today's.
+        keep: whether the date is kept there.
+
+    Raises:
+        UserError: the date cannot be read or kept.
+    """
+    if data.date or not data.chat_template or not prints_date(policy):
+        return data
+    file = folder / DATE
+    try:
+        if file.is_file():
+            return replace(data, date=file.read_text(encoding="utf-8").strip())
+        dated = replace(data, date=date.today().isoformat())
+        if keep:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_text(file, f"{dated.date}\n")
+            tell(f"note: the chat template prints a date, always {dated.date} in this run: {file}, or data.date")
+    except (OSError, ValueError) as error:
+        remedy = "Write a day like 2026-01-31 there, or set data.date"
+        raise UserError("data.date", "null", f"{file} cannot hold the date of prompts ({error})", remedy) from error
+    return dated
+
+
+def stop_clock(template: str, day: str) -> str:
+    """Return a chat template for which it is always midnight on a day, such as ``2026-01-31``."""
+    now = datetime.fromisoformat(day)
+    # Transformers makes text of functions among a template's variables, so that a macro has to format the date.
+    formats = "".join(f"|replace('%{part}', {now.strftime('%' + part)!r})" for part in DATE_PARTS)
+    # The empty text keeps a newline at the start of the template.
+    return f"{{% macro {CLOCK}(format) %}}{{{{ format{formats} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"
+
+
+def prints_date(policy: Path) -> bool:
+    """Return whether a chat template in the policy's folder asks for the date."""
+    return any(CLOCK in template for template in chat_templates(policy))

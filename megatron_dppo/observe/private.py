@@ -1,0 +1,79 @@
+"""Keys and passwords in settings: what pages, cards, loggers and the console show, and which files are private."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_dppo.errors import without_passwords
+from megatron_dppo.settings import short
+
+LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
+MAPPINGS = ("data.verifiers.arguments", "data.chat_template_kwargs")
+"""Settings whose names a user's code or template chooses."""
+PRIVATE = (LAUNCH, "rollout.servers", "loss.distillation.teacher", *MAPPINGS)
+"""Beginnings of settings that may hold a key, a password or an address. Loggers do not receive them."""
+SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE)
+"""A name that looks like a secret's, with the characters up to the secret, or up to the end of the word if the secret
+is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such names."""
+
+
+def public(key: str, value: Any) -> Any:
+    """Return the value of a setting without its secrets.
+
+    - Environment variables keep their names only.
+    - Commands and flags lose what follows the name of a secret.
+    - Mappings that a user's code reads keep numbers and truth values only.
+    - URLs lose user and password.
+
+    Args:
+        key: dotted name of the setting.
+        value: as JSON has it.
+    """
+    if key == ENV and isinstance(value, list):
+        value = [f"{str(variable).partition('=')[0]}=…" for variable in value]
+    elif key.startswith(LAUNCH) and isinstance(value, list):
+        value = list(_masked(value))
+    elif key.startswith(MAPPINGS):
+        value = _numbers_of(value)
+    return _without_passwords(value)
+
+
+def public_text(key: str, value: Any) -> str:
+    """Return the value of a setting as YAML writes it, without its secrets."""
+    return short(public(key, value))
+
+
+def has_secrets(settings: Mapping[str, Any]) -> bool:
+    """Whether settings, by their dotted keys, hold what :func:`public` leaves out."""
+    return any(public(key, value) != value for key, value in settings.items())
+
+
+def _masked(words: Sequence[Any]) -> Iterator[Any]:
+    """The words without what follows the name of a secret, in the same word or in the next one."""
+    named = False
+    for word in words:
+        found = SECRET.search(str(word))
+        if named and not str(word).startswith("--"):
+            found = None
+            yield "…"
+        elif found and found.end() < len(word):
+            yield word[: found.end()] + "…"
+        else:
+            yield word
+        named = found is not None and found.end() == len(word)
+
+
+def _numbers_of(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: "…" if SECRET.search(str(name)) else _numbers_of(each) for name, each in value.items()}
+    return value if value is None or isinstance(value, int | float) else "…"
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_passwords(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_passwords(each) for each in value]
+    return without_passwords(value) if isinstance(value, str) else value
