@@ -93,6 +93,7 @@ def test_stored_prompts_equal_those_in_memory(
     ]
     in_memory = [load_prompts(data, tokenizer, split="train") for data in cases]
     assert [(len(pool), pool.dropped) for pool in in_memory] == [(3, 1), (3, 0), (4, 0), (6, 0)]
+    assert [prompt.id for prompt in in_memory[3]] == [*range(6)], "over both sources"
     assert not cache.exists()
     be_large()
     for _ in range(2):  # made, and read again
