@@ -45,6 +45,16 @@ GPUS = {
 """SXM modules; the network is one adapter of 200 (A100) or 400 Gbit/s for each GPU."""
 
 
+def needs_flash_attn(gpu: str, head_dim: int) -> bool:
+    """Return whether Transformer Engine 2.14.1 trains over packs with flash-attn alone, since cuDNN 9.19 has no kernel.
+
+    Args:
+        gpu: a key of :data:`GPUS`.
+        head_dim: of the policy's attention.
+    """
+    return gpu.startswith("a100") or (gpu == "b200" and head_dim > 128)
+
+
 @dataclass(frozen=True, slots=True)
 class Assumptions:
     """One set for every model, machine and layout; shares are of what a data sheet promises."""

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from megatron_dppo.config import Config, replace
-from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.assumptions import Assumptions, needs_flash_attn
 from megatron_dppo.estimate.memory import (
     Memory,
     Parameters,
@@ -46,6 +46,8 @@ class Plan:
     actor: Memory
     server: ServerMemory
     fits: bool
+    needs_flash_attn: bool
+    """Whether Transformer Engine's layers have no fused attention on these GPUs without flash-attn."""
     remedies: list[Change]
     """Changes of settings, each of which would make the run fit. Empty if it fits."""
     closest: Closest | None
@@ -78,7 +80,7 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         UserError: for settings that contradict each other, and a layout that divides neither policy nor cluster.
     """
     check_config(config)
-    shape = shape or shape_of(config.model.path)
+    model, shape = config.model, shape or shape_of(config.model.path)
     setup = Setup(config, shape, place(config, shape), assume)
     actor, server = memories(setup)
     fits, most = actor.fits and server.fits, max(server.concurrency, 1)
@@ -108,6 +110,9 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         actor=actor,
         server=server,
         fits=fits,
+        needs_flash_attn=model.dtype == "bf16"
+        and model.spec != "torch"
+        and needs_flash_attn(config.cluster.gpu, shape.head_dim),
         remedies=changes,
         closest=closest,
         pruned=pruned,

@@ -98,6 +98,8 @@ def as_text(made: Plan) -> Iterator[str]:
     yield f"{config.model.path}: {parameters.total / unit:.2f} {word} parameters{active}"
     train = f"{placement.ranks} train ({layout_text(placement.layout)})"
     yield f"{placement.gpus} {config.cluster.gpu} GPUs: {train}, {_servers(made)}"
+    if made.needs_flash_attn:
+        yield "Transformer Engine has no fused attention here without flash-attn: install it, or set model.spec=torch."
     yield ""
     yield from _memory(f"trainer, pipeline stage {made.actor.stage}", made.actor)
     yield from _memory("server", made.server.memory)

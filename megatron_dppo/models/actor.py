@@ -28,7 +28,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dppo.config import LayoutConfig, ModelConfig, OptimizerConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
-from megatron_dppo.models.layer_specs import add_to_main_gradients
+from megatron_dppo.models.layer_specs import add_to_main_gradients, check_attention
 from megatron_dppo.models.lora import add_expert_gradients
 from megatron_dppo.models.microbatch import DeviceArrays, Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer import OffloadedState, gradient_squares, optimizer_parts, prepare_adam_state
@@ -75,12 +75,15 @@ class UpdateResult:
 class Policy:
     """A shard of the policy with forward passes; frozen unless an :class:`Actor` adds an optimizer."""
 
+    trained = False
+
     def __init__(
         self, shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, world: World, *, temperature: float
     ) -> None:
         self.world, self.shape = world, shape
         self.chunks = build_policy(shape, model, layout, temperature=temperature)
         """The bare model, one for each virtual pipeline stage."""
+        check_attention(shape, model, layout, training=self.trained)
         self.config = self.chunks[0].config
         """Megatron's, one for all chunks."""
         self.modules: list[Any] = [chunk.to(world.device) for chunk in self.chunks]
@@ -218,6 +221,8 @@ class Policy:
 
 class Actor(Policy):
     """The policy with gradients and an optimizer. Weights are loaded into its chunks before the first update."""
+
+    trained = True
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn import functional
 
-from megatron_dppo.config import Config, ModelConfig, replace
+from megatron_dppo.config import Config, LayoutConfig, ModelConfig, replace
 from megatron_dppo.errors import UserError, install_command
 from megatron_dppo.models.context import gather_segments, held_positions
 from megatron_dppo.models.prefix_attention import SharedPrefixes, attend_along_paths
@@ -56,6 +56,42 @@ def choose_spec(model: ModelConfig) -> Spec:
         remedy = f"set it to torch or auto, or install Transformer Engine beside CUDA: {install_command('gpu')}"
         raise UserError("model.spec", "te", problem, remedy)
     return model.spec
+
+
+def check_attention(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, training: bool) -> None:
+    """Check that Transformer Engine has fused attention over packs, if the policy's layers are its.
+
+    Which GPUs and sizes of heads cuDNN supports differs by version.
+
+    Raises:
+        UserError: only the unfused attention is left, which pads each segment of a pack to the longest, or none.
+    """
+    if choose_spec(model) != "te":
+        return
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    parameters = utils.AttentionParams(
+        qkv_dtype=model.torch_dtype,
+        qkv_layout="thd_thd_thd",
+        num_heads=shape.heads // layout.tp,
+        num_gqa_groups=shape.kv_heads // layout.tp,
+        head_dim_qk=shape.head_dim,
+        head_dim_v=shape.head_dim,
+        attn_mask_type="padding_causal",
+        window_size=(-1, 0),
+        core_attention_bias_shape=None,  # with a shape, flash-attn is left out
+        core_attention_bias_requires_grad=False,
+        context_parallel=layout.cp > 1,
+        deterministic=model.deterministic,
+        is_training=training,
+        fp8_meta={},
+    )
+    flash, _, fused, *_ = utils.get_attention_backend(parameters)
+    if not flash and not fused:
+        heads = f"heads of {shape.head_dim}" + (", with layout.cp above 1" if layout.cp > 1 else "")
+        problem = f"Transformer Engine has no fused attention over packs on {torch.cuda.get_device_name()}, for {heads}"
+        remedy = "install flash-attn (pip install --no-build-isolation flash-attn), or set model.spec=torch"
+        raise UserError("model.spec", model.spec, problem, remedy)
 
 
 def choose_sharing(config: Config, shape: PolicyShape) -> Config:

@@ -61,7 +61,7 @@ def names(rank: int, size: int, path: Path, layout: LayoutConfig, spec: Spec, fo
     world, shape = initialize(layout, seed=1, timeout_s=60.0), read_shape(path)
     model, run = ModelConfig(path=str(path), spec=spec), RunConfig(dir=str(folder))
     config = Config(model=model, layout=layout, run=run)
-    with making(spec):
+    with making(spec), patch("megatron_dppo.models.actor.check_attention"):  # which asks the GPU
         actor = Actor(shape, model, layout, config.optimizer, world, temperature=1.0, load=lambda model: None)
         Checkpoints(config, world).save(actor, 1, {})
     world.wait_for_all("checkpoint")

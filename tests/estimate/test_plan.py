@@ -8,7 +8,7 @@ from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.cli import main
 from megatron_dppo.config import LayoutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.estimate.assumptions import GPUS, read_assumptions
+from megatron_dppo.estimate.assumptions import GPUS, Assumptions, read_assumptions
 from megatron_dppo.estimate.memory import parameters_of, rank_elements, resident_bytes, shape_of
 from megatron_dppo.estimate.plan import as_json, make_plan
 from megatron_dppo.estimate.remedies import nodes_of
@@ -16,7 +16,8 @@ from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.search import with_settings
 from megatron_dppo.estimate.workload import Lengths, Setup, Work, place, work_of
 from megatron_dppo.models.shape import PUBLISHED
-from tests.estimate.planned import EXPERTS, LARGE, MIXTURE, SMALL, of, plan, setup, trainer_parts
+from megatron_dppo.settings import load_config
+from tests.estimate.planned import EXPERTS, LARGE, MIXTURE, ROOT, SMALL, of, plan, setup, trainer_parts
 
 
 def test_one_of_several_teachers_is_in_memory() -> None:
@@ -272,6 +273,21 @@ def test_assumptions_are_set_shown_and_checked() -> None:
     for wrong in ("1.5", "0", "-1", "much", "nan"):
         with pytest.raises(UserError, match="at most 1"):
             read_assumptions([f"assume.pack_fill={wrong}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "needed"),
+    [
+        ("qwen3_4b_math", ["cluster.gpu=a100-80"], True),
+        ("qwen3_4b_math", ["cluster.gpu=a100-80", "model.spec=torch"], False),
+        ("qwen3_4b_math", ["cluster.gpu=b200"], False),
+        ("qwen3_5_4b_math", ["cluster.gpu=b200"], True),  # heads of 256
+        ("qwen3_5_4b_math", [], False),
+    ],
+)
+def test_plan_names_flash_attn_where_it_is_needed(name: str, words: list[str], needed: bool) -> None:
+    made = make_plan(load_config(str(ROOT / "configs" / f"{name}.yaml"), words), Assumptions())
+    assert made.needs_flash_attn == needed == ("flash-attn" in "\n".join(as_text(made)))
 
 
 def test_text_and_json_agree() -> None:
