@@ -32,6 +32,7 @@ from megatron_dppo.bridge.hf_directory import (
     SafetensorsWriter,
     copy_config_and_tokenizer,
     dtype_in,
+    list_stops,
     plan_adapter_file,
     plan_files,
     write_adapter_config,
@@ -99,6 +100,8 @@ def export(chosen: argparse.Namespace) -> None:
     else:
         name = base_of(found) if chosen.push else adapters.base  # a place on this machine is nobody else's
         adapters_to_hf(command, adapters.settings, base=name, also=ours)
+    if adapters is None or base is not None:
+        list_stops(out)
     if chosen.card:
         step = step_of(checkpoint)
         name = chosen.push.rpartition("/")[2] if chosen.push else found.name

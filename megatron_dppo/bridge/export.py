@@ -21,6 +21,7 @@ from megatron_dppo.bridge.hf_directory import (
     FilePlan,
     SafetensorsWriter,
     copy_config_and_tokenizer,
+    list_stops,
     plan_adapter_file,
     plan_files,
     write_adapter_config,
@@ -115,7 +116,12 @@ def check_adapter_destination(out: Path, plan: FilePlan) -> None:
 
 def write_directory(stream: Stream, plan: FilePlan, source: Path, out: Path) -> Exception | None:
     """Write a stream's tensors and put the directory in place. Returns the error, if there was one."""
-    return _write(stream, plan, out, partial(copy_config_and_tokenizer, source, dtype=plan.dtype))
+
+    def describe(draft: Path) -> None:
+        copy_config_and_tokenizer(source, draft, plan.dtype)
+        list_stops(draft)
+
+    return _write(stream, plan, out, describe)
 
 
 def write_adapter_directory(

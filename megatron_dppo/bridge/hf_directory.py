@@ -159,7 +159,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = ADAPTER_FILES = ("adapter_config.json", "adapt
 def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) -> None:
     """Copy configuration, tokenizer and chat templates, and the tensors that are no part of the policy.
 
-    config.json then says ``dtype``, and the files' stop tokens include the tokenizer's end of turn.
+    config.json then says ``dtype``.
 
     Raises:
         UserError: as :func:`carried_tensors`.
@@ -176,8 +176,6 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
         if part is not None:
             part["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    with suppress(UserError):  # files that cannot be read stay as they are
-        _list_stops(folder, stop_token_ids(source, load_tokenizer(source)))
     if carried := carried_tensors(source, shape):
         head, starts = _header({name: (each.dtype, each.shape, each.length) for name, each in carried.items()})
         with (folder / CARRIED).open("wb", buffering=0) as file:
@@ -187,12 +185,15 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
                 write_at(file.fileno(), starts[name], [memoryview(data)])
 
 
-def _list_stops(folder: Path, stops: tuple[int, ...]) -> None:
-    name, listed = listed_stops(folder)
-    if listed != stops:
-        file = folder / name
-        settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        replace_text(file, json.dumps({**settings, "eos_token_id": stops}, indent=2, ensure_ascii=False) + "\n")
+def list_stops(folder: Path) -> None:
+    """Add the tokenizer's end of turn to the stop tokens that a policy's files list; files that cannot be read stay as
+    they are."""
+    with suppress(UserError):
+        stops, (name, listed) = stop_token_ids(folder, load_tokenizer(folder)), listed_stops(folder)
+        if listed != stops:
+            file = folder / name
+            settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            replace_text(file, json.dumps({**settings, "eos_token_id": stops}, indent=2, ensure_ascii=False) + "\n")
 
 
 def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
