@@ -261,7 +261,9 @@ def test_score_norms_of_the_head_equal_the_logits(ranks: RankPool, policy: Path)
             np.testing.assert_allclose(of_rank, expect_score_norms(policy), rtol=1e-4)
 
 
-@pytest.mark.parametrize("line", ["torch.set_grad_enabled(False)", "torch.inference_mode().__enter__()"])
+@pytest.mark.parametrize(
+    "line", ["torch.set_grad_enabled(False)", "torch.kept = torch.inference_mode(); torch.kept.__enter__()"]
+)
 def test_gradients_are_enabled_whatever_a_user_file_sets(line: str, ranks: RankPool, tmp_path: Path) -> None:
     """A conversation's file has the line at its head, and a completion rule's file has it in its function."""
     folder = write_run(tmp_path / "policy")
