@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pyarrow
@@ -185,8 +186,13 @@ def test_function_from_python_is_known_by_its_text(config: Config, tmp_path: Pat
     with pytest.raises(UserError) as caught:
         _with_functions(config, folder, check=check_resume, reward=partial(shorten))
     assert caught.value.problem.splitlines()[1:] == ["reward.function: reward, given from Python, has changed"]
-    # The refused function has replaced nothing.
+    of_the_same_name = FunctionType(shorten.__code__, globals(), "halves")
+    with pytest.raises(UserError, match="halves, given from Python, has changed"):
+        _with_functions(config, folder, check=check_resume, reward=of_the_same_name)
+    # The refused functions have replaced nothing.
     _with_functions(config, folder, check=check_resume, reward=halves)
     changed = _with_functions(anyway, folder, check=check_resume, reward=shorten)
     with pytest.raises(UserError, match="shorten, given from Python, has changed"):
         check_resume(replace(changed, run=config.run))
+    # A function without source has not the text of an earlier one.
+    assert functions_without_text(_with_functions(anyway, folder, reward=max)) == ["reward.function: max"]
