@@ -20,6 +20,7 @@ from types import FrameType
 
 from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, listen
 from megatron_dppo.process import lifetime
+from megatron_dppo.process.guard import cut_short
 from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import tell
 
@@ -100,22 +101,19 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure, 
                 _wait(processes, GRACE_S)  # the others have saved as well, and are closing what they hold
             return code
         if all(code == 0 for code in codes.values()):
-            return _whole(failure, ranks=len(processes))
+            return _check_ends(failure, ranks=len(processes))
         before = now
         meanwhile()
         time.sleep(LOOK_S)
 
 
-def _whole(failure: FirstFailure, *, ranks: int) -> int:
+def _check_ends(failure: FirstFailure, *, ranks: int) -> int:
     """Return 0 if the job of every rank reached its end, else 1."""
-    cut_short = [rank for rank in range(ranks) if not failure.has_ended(rank)]
-    if not cut_short:
-        return 0
-    failure.say(
-        f"error: rank {cut_short[0]} ended with exit code 0 before its job had ended. Code that it calls (a reward, a "
-        "conversation, a library in C) called _exit, or replaced the process by another program"
-    )
-    return 1
+    for rank in range(ranks):
+        if not failure.has_ended(rank):
+            failure.say(cut_short(f"rank {rank}", "its job"))
+            return 1
+    return 0
 
 
 def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived: float) -> int:
@@ -253,14 +251,14 @@ class FirstFailure:
             time.sleep(0.05)
 
     def note_end(self, rank: int) -> None:
-        """Note that the job of a rank reached its end: an exit code of 0 alone does not tell that."""
-        self._end_of(rank).touch()
+        """Note that the job of a rank reached its end, which an exit code of 0 does not prove."""
+        self._end_mark(rank).touch()
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the job of a rank reached its end."""
-        return self._end_of(rank).exists()
+        """Return whether the job of a rank reached its end."""
+        return self._end_mark(rank).exists()
 
-    def _end_of(self, rank: int) -> Path:
+    def _end_mark(self, rank: int) -> Path:
         return self._marker.with_name(f"{self._marker.name}.end-{rank}")
 
     def forget(self) -> None:

@@ -1,8 +1,8 @@
-"""A command in a child process, so that an end that Python does not see is no success.
+"""Run a command in a child process, and report a child that ends with exit code 0 before its command has ended.
 
-A user's reward or conversation, or a C library below it, may call ``_exit(0)`` or replace the process by ``execv``. A
-shell, or a chain of jobs, would then go on as if the run had reached its end. Needs the standard library only, and is
-called before anything heavy is imported.
+A user's conversation, or a C library, may call ``_exit(0)`` or replace the process by ``execv``. Python does not notice
+either, and a shell or a chain of jobs would continue as after a complete run. This module imports the standard library
+only, because the fork must come before large imports.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from megatron_dppo.process.streams import tell
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, SIGNAL)
 END = b"ended"
-CUT_SHORT = (
-    "error: the command's process ended with exit code 0 before the command had ended. Code that it calls (a reward, a "
-    "conversation, a library in C) called _exit, or replaced the process by another program"
-)
 
 
 def run_guarded(command: Callable[[], int]) -> NoReturn:
-    """Run a command in a child process, and end as it does; with exit code 1 if it ended below Python with 0.
+    """Run a command in a child process, and end with the child's exit code or signal.
 
-    Signals that end this process, or ask a run to stop, go on to the child, whose session is its own: Ctrl-C comes
-    once. The child does not outlive this process, and nothing that the child's descendants leave behind outlives it.
+    The exit code is 1 if the child ended with 0 before its command had ended. Signals that end a process, or request a
+    checkpoint and a stop, are forwarded to the child. The child has its own session, so that Ctrl-C reaches it once.
+    All descendants of the child end with this process.
     """
     heard = {number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN} | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
@@ -43,7 +40,7 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
         os.close(reader)
         try:
             sys.exit(command())
-        finally:  # also where a parser exits after --help
+        finally:  # argparse exits after --help
             os.write(writer, END)
     os.close(writer)
     while (found := os.waitpid(-1, os.WNOHANG))[0] != child:
@@ -56,10 +53,19 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
     code = os.waitstatus_to_exitcode(found[1])
     end_children()
     if code == 0 and os.read(reader, len(END)) != END:
-        tell(CUT_SHORT)
+        tell(cut_short("the command's process", "the command"))
         code = 1
-    if code < 0:  # this process is to have ended by the same signal
-        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    if code < 0:  # end by the child's signal
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(parent, -code)
     os._exit(code)
+
+
+def cut_short(process: str, work: str) -> str:
+    """Return the error about a process that ended with exit code 0 before its work had ended."""
+    return (
+        f"error: {process} ended with exit code 0 before {work} had ended. A conversation, a rule or a C library called "
+        "_exit, or replaced the process by another program"
+    )
