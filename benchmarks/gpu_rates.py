@@ -18,13 +18,12 @@ script ends with exit code 2.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from harness import arguments, finish, timed
+from harness import arguments, finish, median_seconds
 
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 
@@ -32,13 +31,10 @@ PARTS = ("products", "attention", "memory", "host")
 SPLITS = {"qwen3-8b": 1, "qwen3-32b": 8}
 """Tensor-parallel ranks of each policy."""
 HEADS, KV_HEADS, HEAD_DIM, SEGMENTS = 32, 8, 128, 12
-WARM_UP, REPEATS = 2, 5
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else bool
-    times = [timed(work, wait)[0] for _ in range(WARM_UP + REPEATS)]
-    return statistics.median(times[WARM_UP:])
+def seconds_on(device: torch.device, work: Callable[[], object]) -> float:
+    return median_seconds(work, torch.cuda.synchronize) if device.type == "cuda" else median_seconds(work)
 
 
 def matrices(shape: PolicyShape, tp: int) -> dict[str, tuple[int, int]]:
@@ -60,7 +56,7 @@ def measure_products(tokens: int, device: torch.device, scale: int) -> dict[str,
             rows, columns = inputs // scale, outputs // scale
             a = torch.randn(tokens, rows, device=device, dtype=torch.bfloat16)
             b = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
-            seconds = seconds_of(partial(torch.matmul, a, b), device)
+            seconds = seconds_on(device, partial(torch.matmul, a, b))
             found.setdefault(f"{name}-tp{tp}", {})[matrix] = 2e-12 * tokens * rows * columns / seconds
     return found
 
@@ -81,8 +77,8 @@ def measure_attention(tokens: int, device: torch.device) -> dict[str, float]:
     q, k, v = draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)
     forward = partial(attention, q, k, v, **given)
     with torch.no_grad():
-        forward_s = seconds_of(forward, device)
-    both_s = seconds_of(lambda: forward().sum().backward(), device)
+        forward_s = seconds_on(device, forward)
+    both_s = seconds_on(device, lambda: forward().sum().backward())
     assert all(each.grad is not None and bool(each.grad.isfinite().all()) for each in (q, k, v))
     pairs = float(((ends[1:] - ends[:-1]).double() ** 2).sum()) / 2
     flops = 4e-12 * HEADS * HEAD_DIM * pairs
@@ -91,7 +87,7 @@ def measure_attention(tokens: int, device: torch.device) -> dict[str, float]:
 
 def measure_memory(device: torch.device, scale: int) -> dict[str, float]:
     a, b = (torch.ones(2**28 // scale, device=device) for _ in range(2))
-    seconds = seconds_of(partial(torch.add, a, b, out=a), device)
+    seconds = seconds_on(device, partial(torch.add, a, b, out=a))
     return {"add": 3e-9 * a.nbytes / seconds}
 
 
@@ -99,7 +95,7 @@ def measure_host(device: torch.device, scale: int) -> dict[str, float]:
     host = torch.empty(2**33 // scale, dtype=torch.uint8, pin_memory=device.type == "cuda")
     there = torch.empty_like(host, device=device)
     copies = {"to_gpu": partial(there.copy_, host), "from_gpu": partial(host.copy_, there)}
-    return {name: 1e-9 * host.nbytes / seconds_of(copy, device) for name, copy in copies.items()}
+    return {name: 1e-9 * host.nbytes / seconds_on(device, copy) for name, copy in copies.items()}
 
 
 def main() -> None:

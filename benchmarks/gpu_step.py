@@ -39,7 +39,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, get_args, get_type_hints
@@ -48,7 +48,7 @@ from unittest import mock
 import numpy as np
 import torch
 from gpu_watch import waits_per_pack, write_profile
-from harness import arguments, be_the_only_rank, finish, in_own_process, timed
+from harness import WARM_UP, arguments, be_the_only_rank, finish, in_own_process, median_seconds, timed
 
 from megatron_dppo import config as settings
 from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig, OptimizerConfig
@@ -69,7 +69,6 @@ from megatron_dppo.trainer.learner import PolicyLoss
 TINY = PolicyShape(2, 64, 4, 2, 16, 128, 512, True, 1e6, 1e-6, 4096)
 PROMPT, LONGEST, TYPICAL, SPREAD = 256, 4096, 700, 0.9
 """Tokens of a prompt, of the longest sequence, and the median and log-deviation of responses."""
-WARM_UP, REPEATS = 2, 5
 NOT_ALLOCATED = ("sync", "reserved", "fragmentation")
 """Parts of a plan that no allocation of a step answers to."""
 
@@ -163,17 +162,11 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """The median of several runs, after some that are not counted."""
-    times = [timed(work, partial(wait, device))[0] for _ in range(WARM_UP + REPEATS)]
-    return statistics.median(times[WARM_UP:])
-
-
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs per second of one product of square matrices, the best of several."""
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = min(seconds_of(lambda: a @ b, device) for _ in range(3))
+    best = min(median_seconds(lambda: a @ b, partial(wait, device)) for _ in range(3))
     return 2.0 * size**3 / best
 
 
@@ -210,10 +203,10 @@ def measure_way(actor: Actor, packs: list[Pack], rows: list[TrainingSample], rat
         return outputs
 
     with mock.patch.object(actor, "accumulate", timed_passes):
-        step = seconds_of(lambda: update(actor, packs), device)
+        step = median_seconds(lambda: update(actor, packs), partial(wait, device))
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
     forward_backward = statistics.median(passes[WARM_UP:])
-    scoring = seconds_of(lambda: actor.log_probabilities(packs), device)
+    scoring = median_seconds(lambda: actor.log_probabilities(packs), partial(wait, device))
     return Way(
         packs=len(packs),
         pack_tokens=len(packs[0].token_ids),

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+WARM_UP, TIMED = 2, 5
 T = TypeVar("T")
 T_975 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
@@ -121,6 +122,12 @@ def timed(work: Callable[[], T], wait: Callable[[], object] = lambda: None) -> t
     result = work()
     wait()
     return time.perf_counter() - start, result
+
+
+def median_seconds(work: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
+    """Return the median seconds of ``TIMED`` calls, after ``WARM_UP`` calls that are not counted."""
+    times = [timed(work, wait)[0] for _ in range(WARM_UP + TIMED)]
+    return statistics.median(times[WARM_UP:])
 
 
 def mean_and_reach(values: Sequence[float]) -> tuple[float, float]:
