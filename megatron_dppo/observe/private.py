@@ -36,7 +36,7 @@ def public(key: str, value: Any) -> Any:
     elif key.startswith(LAUNCH) and isinstance(value, list):
         value = list(_masked(value))
     elif key.startswith(MAPPINGS):
-        value = _numbers_of(value)
+        value = _without_texts(value)
     return _without_passwords(value)
 
 
@@ -65,9 +65,9 @@ def _masked(words: Sequence[Any]) -> Iterator[Any]:
         named = found is not None and found.end() == len(word)
 
 
-def _numbers_of(value: Any) -> Any:
+def _without_texts(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: "…" if SECRET.search(str(name)) else _numbers_of(each) for name, each in value.items()}
+        return {name: "…" if SECRET.search(str(name)) else _without_texts(each) for name, each in value.items()}
     return value if value is None or isinstance(value, int | float) else "…"
 
 

@@ -93,14 +93,14 @@ def found_by(checks: Iterable[Check], *, after: Sequence[UserError] = ()) -> Ite
 
 
 def _checks(config: Config, command: Command, environ: Mapping[str, str]) -> Iterator[Check]:
-    yield from _checks_of_settings(config, command)
+    yield from _settings_checks(config, command)
     if command in TRAINING:
         yield partial(check_run_dir, Path(config.run.dir))
     found: list[PolicyShape] = []
     yield lambda: found.append(read_shape(config.model.folder))
     for shape in found:
-        yield from _checks_of_policy(config, shape, command)
-    yield from _checks_of_surroundings(config, command, environ)
+        yield from _policy_checks(config, shape, command)
+    yield from _environment_checks(config, command, environ)
 
 
 def check_config(config: Config, command: Command = "train") -> None:
@@ -109,18 +109,18 @@ def check_config(config: Config, command: Command = "train") -> None:
     Raises:
         UserError: for the first contradiction.
     """
-    for check in _checks_of_settings(config, command):
+    for check in _settings_checks(config, command):
         check()
 
 
-def _checks_of_settings(config: Config, command: Command) -> Iterator[Check]:
+def _settings_checks(config: Config, command: Command) -> Iterator[Check]:
     yield partial(exclusions.check_numbers, config)
     yield from exclusions.checks(config, command)
     if command != "sft":
         yield partial(check_launch, config)
 
 
-def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> Iterator[Check]:
+def _policy_checks(config: Config, shape: PolicyShape, command: Command) -> Iterator[Check]:
     yield partial(check_megatron, shape)
     yield partial(check_layout, shape, config.layout)
     yield from exclusions.checks(config, command, shape)
@@ -137,10 +137,10 @@ def _checks_of_policy(config: Config, shape: PolicyShape, command: Command) -> I
         yield partial(_check_room, config, shape, command)
 
 
-def _checks_of_surroundings(config: Config, command: Command, environ: Mapping[str, str]) -> Iterator[Check]:
+def _environment_checks(config: Config, command: Command, environ: Mapping[str, str]) -> Iterator[Check]:
     if command != "sft":
         yield from server_checks(config, environ)
-    yield from _checks_of_data(config, command)
+    yield from _data_checks(config, command)
     if command != "sft":
         for function in config.reward.functions:
             yield partial(_check_reward, function)
@@ -251,7 +251,7 @@ def _tokens(folder: Path) -> dict[int, str]:
     return {int(number): token for token, number in {**listed, **added}.items()}
 
 
-def _checks_of_data(config: Config, command: Command) -> Iterator[Check]:
+def _data_checks(config: Config, command: Command) -> Iterator[Check]:
     if command != "eval":
         for training in sources_of(config.data, "train"):
             yield partial(_check_file, training, config, command)
@@ -324,8 +324,11 @@ def tokenise_data(config: Config, command: Command) -> None:
     Raises:
         UserError: for the first prompt or answer that a template cannot render or that is too long.
     """
+    from megatron_dppo.evaluation.evaluator import held_out  # imports torch
+
     policy = config.model.folder
-    tokenizer, data = load_tokenizer(policy), with_date(config.data, policy, Path(config.run.dir))
+    tokenizer = load_tokenizer(policy)
+    data = with_date(config.data, policy, Path(config.run.dir))
     if command == "sft":
         load_worked_answers(data, tokenizer)
         return
@@ -333,8 +336,6 @@ def tokenise_data(config: Config, command: Command) -> None:
         load_prompts(data, tokenizer, split="train", check=label_check(config))
     else:
         offline_prompts(data, tokenizer)
-    from megatron_dppo.evaluation.evaluator import held_out
-
     held_out(replace(config, data=data), tokenizer, max_positions=read_shape(policy).max_positions)
 
 
