@@ -186,14 +186,15 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
 
 
 def list_stops(folder: Path) -> None:
-    """Add the tokenizer's end of turn to the stop tokens that a policy's files list; files that cannot be read stay as
-    they are."""
+    """Add the tokenizer's end of turn to the stop tokens in a policy's files. Unreadable files are not changed."""
     with suppress(UserError):
-        stops, (name, listed) = stop_token_ids(folder, load_tokenizer(folder)), listed_stops(folder)
+        stops = stop_token_ids(folder, load_tokenizer(folder))
+        name, listed = listed_stops(folder)
         if listed != stops:
             file = folder / name
             settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            replace_text(file, json.dumps({**settings, "eos_token_id": stops}, indent=2, ensure_ascii=False) + "\n")
+            settings["eos_token_id"] = stops
+            replace_text(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:

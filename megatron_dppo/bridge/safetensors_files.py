@@ -103,13 +103,11 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         try:
             header: dict[str, Any] = json.loads(opened.read(length))
             header.pop("__metadata__", None)
+            tensors: dict[str, StoredTensor] = {}
             for name, entry in header.items():
                 _check_entry(name, entry)
-            tensors = {
-                name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + start, end - start)
-                for name, entry in header.items()
-                for start, end in [entry["data_offsets"]]
-            }
+                first, last = entry["data_offsets"]
+                tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + first, last - first)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise _unreadable(file.parent, f"{file.name} is no safetensors file ({error})", "fetch it again") from None
     end = max((tensor.start + tensor.length for tensor in tensors.values()), default=data)

@@ -80,9 +80,10 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         UserError: for settings that contradict each other, and a layout that divides neither policy nor cluster.
     """
     check_config(config)
-    model, shape = config.model, shape or shape_of(config.model.path)
+    shape = shape or shape_of(config.model.path)
     setup = Setup(config, shape, place(config, shape), assume)
     actor, server = memories(setup)
+    may_use_te = config.model.dtype == "bf16" and config.model.spec != "torch"
     fits, most = actor.fits and server.fits, max(server.concurrency, 1)
 
     def lack(changed: Config) -> float:
@@ -110,9 +111,7 @@ def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = N
         actor=actor,
         server=server,
         fits=fits,
-        needs_flash_attn=model.dtype == "bf16"
-        and model.spec != "torch"
-        and needs_flash_attn(config.cluster.gpu, shape.head_dim),
+        needs_flash_attn=may_use_te and needs_flash_attn(config.cluster.gpu, shape.head_dim),
         remedies=changes,
         closest=closest,
         pruned=pruned,

@@ -107,11 +107,14 @@ def search(config: Config, assume: Assumptions, gpus: int) -> Found:
     if gpus < 1 or (gpus > node and gpus % node):
         raise UserError("--gpus", gpus, f"is no number of nodes of {node} GPUs", f"Give a multiple of {node}, or fewer")
     shape, refused = shape_of(config.model.path), list[UserError]()
-    changes, setups, floors = list(splits(config, shape, gpus)), list[Setup](), dict[int, float]()
+    changes = list(splits(config, shape, gpus))
+    setups: list[Setup] = []
+    floors: dict[int, float] = {}
     with progress("search of splits", len(changes), shown=len(changes) >= MANY_SPLITS) as advance:
         for i, change in enumerate(changes):
             run = with_settings(config, change)
-            setups.append(Setup(run, shape, place(replace(run, layout=LayoutConfig()), shape), assume))
+            placement = place(replace(run, layout=LayoutConfig()), shape)
+            setups.append(Setup(run, shape, placement, assume))
             server = server_memory(setups[i], resident=0.0)
             if server.fits:
                 floors[i] = least_seconds(setups[i], concurrency=server.concurrency)

@@ -144,14 +144,12 @@ def _named(entry: str, config: Config) -> HeldOut:
 def _without_files(names: Sequence[str], folder: Path) -> UserError:
     known = {name: BENCHMARKS[name] for name in names}
     looked = "; ".join(f"{name}: {', '.join(each.files)}" for name, each in known.items())
-    problem = (
-        f"{'has' if len(known) == 1 else 'have'} no file in {folder} (looked for {looked}, as {', '.join(SUFFIXES)})"
-    )
+    have = "has" if len(known) == 1 else "have"
+    problem = f"{have} no file in {folder} (looked for {looked}, as {', '.join(SUFFIXES)})"
     published = "; ".join(f"{name}: {each.problems} problems, {each.source}" for name, each in known.items())
     ways = f"point eval.folder or ${FOLDER} at the folder that has them, or leave them out"
-    return UserError(
-        SETTING, ", ".join(names), problem, f"Put the files there as they are published ({published}), {ways}"
-    )
+    remedy = f"Put the files there as they are published ({published}), {ways}"
+    return UserError(SETTING, ", ".join(names), problem, remedy)
 
 
 def folder_of(config: Config) -> Path:

@@ -180,9 +180,13 @@ def _optimize_with_torch() -> None:
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
-    chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
-    distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = torch.optim.Adam, False
-    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+    chosen.Adam = torch.optim.AdamW
+    chosen.SGD = torch.optim.SGD
+    chosen.USING_PYTORCH_OPTIMIZER = True
+    distrib_optimizer.Adam = torch.optim.Adam
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+    distrib_optimizer.USING_TE_OPTIMIZER = False
+    distrib_optimizer.USING_APEX_OPTIMIZER = False
     clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
     for module in (clip_grads, optimizer):
         module.multi_tensor_applier = utils.local_multi_tensor_applier

@@ -96,8 +96,10 @@ class LocalConversations:
         """
         try:
             return self._runner.run(_Conversations(self, prompts, sampling, go_on).run())
-        except (asyncio.CancelledError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not str(error).startswith("Event loop stopped"):
+        except asyncio.CancelledError:
+            raise self.function.interference() from None
+        except RuntimeError as error:
+            if not str(error).startswith("Event loop stopped"):
                 raise
             raise self.function.interference() from None
 
