@@ -34,10 +34,10 @@ class UserError(Exception):
 
 
 class StandstillError(BaseException):
-    """Code of the user's has not returned in time. No ``except Exception`` of its own may catch that.
+    """A user's code has not returned in time. An ``except Exception`` in the user's code must not catch this error.
 
     Args:
-        error: what the user is told.
+        error: error for the user.
     """
 
     def __init__(self, error: UserError) -> None:
@@ -103,7 +103,7 @@ def error_text(error: UserError | MistakesError) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text of files or users as a terminal may show it: escapes of control characters, no passwords."""
+    """Return a text that is safe for a terminal: control characters are escaped, passwords in URLs are removed."""
     text = without_passwords(text)
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 

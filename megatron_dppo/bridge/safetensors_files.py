@@ -50,7 +50,7 @@ class StoredTensor:
     start: int
     """Its first byte in the file."""
     length: int
-    """Its bytes, by the header: a carried tensor may have any type."""
+    """Number of bytes, from the header, because a carried tensor may have any type."""
 
     def values(self) -> NDArray[Any]:
         """The file's own bytes, not read yet; BF16 as integers."""

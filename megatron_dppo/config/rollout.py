@@ -111,14 +111,14 @@ class DataConfig(Section):
     """System message put before every prompt that has none; an empty one leaves out a template's own. A chat with a
     system message of its own keeps that, and is not given this one."""
     chat_template: bool = True
-    """Render prompts with the tokenizer's chat template; false: the prompt's text, behind the special tokens that the
+    """Render prompts with the tokenizer's chat template. false: the prompt's text, after the special tokens that the
     tokenizer puts before text, such as Llama's beginning of text."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Switches of the chat template, such as ``{enable_thinking: false}`` of Qwen3's, that are not left as they are by
     default; as TRL and vLLM call them."""
     date: str | None = None
-    """Date that the chat template prints, if it prints one, as Llama 3.2's does: ``2026-01-31``. null: the day of the
-    first start, which the folder of the run or evaluation keeps."""
+    """Date for a chat template that prints one, such as Llama 3.2's: ``2026-01-31``. null: the day of the first start,
+    which is stored in the folder of the run or evaluation."""
     max_prompt_tokens: Positive = 512
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"

@@ -1,4 +1,4 @@
-"""The date that some chat templates print, such as Llama 3.2's: one for all ranks and all starts of a run."""
+"""Date that some chat templates print, such as Llama 3.2's. All ranks and all starts of a run have the same date."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_date(data: DataConfig, policy: Path, folder: Path, *, keep: bool = Fals
 def stop_clock(template: str, day: str) -> str:
     """Return a chat template for which it is always midnight on a day, such as ``2026-01-31``."""
     now = datetime.fromisoformat(day)
-    # Transformers makes text of functions among a template's variables, so that a macro has to format the date.
+    # Transformers converts functions among a template's variables to text, so a macro must format the date.
     formats = "".join(f"|replace('%{part}', {now.strftime('%' + part)!r})" for part in DATE_PARTS)
     # The empty text keeps a newline at the start of the template.
     return f"{{% macro {CLOCK}(format) %}}{{{{ format{formats} }}}}{{% endmacro %}}{{{{ '' }}}}{template}"

@@ -92,7 +92,7 @@ def make_sums(config: ArithmeticConfig) -> tuple[list[Sum], list[Sum]]:
     """
     lengths = range(config.min_terms, config.max_terms + 1)
     wanted = config.problems + config.eval_problems
-    # Powers of long sums have millions of digits. Two to the 64th is more than anybody asks for.
+    # Powers for long sums would have millions of digits. 2 to the power of 64 exceeds every pool.
     left = {length: min(config.max_operand ** min(length, 64), wanted) for length in lengths}
     if (most := sum(left.values())) < wanted:
         of = f"sums of {config.min_terms} to {config.max_terms} numbers up to {config.max_operand}"

@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that a run uses."""
 
     chat_template: str | dict[str, str] | None
-    """One, or several by name."""
+    """One template, or several by name."""
     eos_token_id: int | None
     pad_token_id: int | None
     name_or_path: str

@@ -46,7 +46,7 @@ GPUS = {
 
 
 def needs_flash_attn(gpu: str, head_dim: int) -> bool:
-    """Return whether Transformer Engine 2.14.1 trains over packs with flash-attn alone, since cuDNN 9.19 has no kernel.
+    """Return whether Transformer Engine 2.14.1 requires flash-attn to train over packs: cuDNN 9.19 has no kernel then.
 
     Args:
         gpu: a key of :data:`GPUS`.

@@ -47,9 +47,9 @@ MOST_VIRTUAL = 8
 """Virtual stages that are tried, at most."""
 
 MOST_GPUS = 2048
-"""GPUs that are tried. The splits between training and rollouts grow with their square."""
+"""Maximum number of GPUs. The number of splits between training and rollouts grows with its square."""
 MANY_SPLITS = 1000
-"""A search of so many splits, which takes seconds, prints its progress."""
+"""Number of splits from which a search takes seconds and prints its progress."""
 
 Change = dict[str, Any]
 """Values of settings, by their dotted names."""

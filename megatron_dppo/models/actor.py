@@ -51,8 +51,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def with_gradients(function: Function) -> Function:
-    """Run a function with gradients enabled. A user's file may have disabled them for this thread: many scripts that
-    judge answers begin with ``torch.set_grad_enabled(False)``."""
+    """Run a function with gradients enabled. A user's file may have disabled gradients for this thread: many judge
+    scripts begin with ``torch.set_grad_enabled(False)``."""
     return torch.inference_mode(False)(torch.enable_grad()(function))
 
 

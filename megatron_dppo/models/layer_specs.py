@@ -59,7 +59,7 @@ def choose_spec(model: ModelConfig) -> Spec:
 
 
 def check_attention(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig, *, training: bool) -> None:
-    """Check that Transformer Engine has fused attention over packs, if the policy's layers are its.
+    """Check that Transformer Engine has fused attention over packs, if the policy has Transformer Engine's layers.
 
     Which GPUs and sizes of heads cuDNN supports differs by version.
 

@@ -43,7 +43,7 @@ def gradient_squares(optimizer: Any, device: torch.device) -> torch.Tensor:
         square = torch.zeros(1, device=device)
         if gradients:
             overflow = torch.zeros(1, dtype=torch.int, device=device)
-            # By the module: without CUDA its functions are replaced.
+            # Through the module, because without_cuda replaces these functions.
             norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
             square = norm**2.0
         dist.all_reduce(square, group=some[0].get_grad_stats_parallel_group())

@@ -20,9 +20,9 @@ from megatron_dppo.rl.types import RoutingShape
 LARGEST = {"num_hidden_layers": 10_000, "num_experts": 100_000, "num_local_experts": 100_000}
 """Most of what names of tensors are made for; of anything else there may be 10⁹."""
 FP32 = 2.0**-126, 2.0**127
-"""Least and largest number: outside, fp32 has 0 or infinity."""
+"""Least and largest allowed number. Outside this range, fp32 has 0 or infinity."""
 LEAST = {"rope_theta": 1.0, "factor": 1.0}
-"""Larger bounds: below, frequencies of rotary positions grow to infinity."""
+"""Higher lower bounds of single settings. Below them, frequencies of rotary positions grow to infinity."""
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 """transformers' own, for a config.json that names none."""
 
@@ -252,7 +252,7 @@ def _number(key: str, value: Any) -> float:
 
 
 def _rope(path: str | Path, config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of rotary positions, those of ``ROPE`` by transformers' defaults if need be.
+    """Return the settings of rotary positions. Missing settings of ``ROPE`` get transformers' defaults.
 
     Transformers 5 writes ``rope_parameters``; before, there were ``rope_theta`` and ``rope_scaling``.
 

@@ -24,9 +24,10 @@ FILE, SUMMARY = "metrics.jsonl", "summary.json"
 REWARD = "reward/"
 COUNTED = {f"{REWARD}timeouts", f"{REWARD}errors"}
 MOST_NAMED = 50
-"""Metrics of a run that reward functions may name; a name of each completion would fill every logger."""
+"""Maximum number of metrics that the reward functions of a run may name. One name for each completion would fill every
+logger."""
 MOST_SHOWN = 5
-"""Names in the note about the others."""
+"""Number of omitted names in the note."""
 
 
 class StepLog:
@@ -83,7 +84,7 @@ class MetricsLog:
         self._loggers = Loggers(loggers, folder, resume_step=resume_step, past=past, settings=settings or {}, say=say)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one row, its keys sorted. Loggers take names of UTF-8 only: other characters are escaped."""
+        """Add one row with sorted keys. Characters that are not UTF-8 are escaped, because loggers require UTF-8."""
         named = {key.encode(errors="backslashreplace").decode(): value for key, value in metrics.items()}
         row = {key: _plain(named[key]) for key in sorted(named)}
         self._leave_out(row)

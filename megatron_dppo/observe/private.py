@@ -1,4 +1,4 @@
-"""Keys and passwords in settings: what pages, cards, loggers and the console show, and which files are private."""
+"""Masking of keys and passwords in settings, for pages, cards, loggers and the console."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_dppo.settings import short
 
 LAUNCH, ENV = "rollout.launch.", "rollout.launch.env"
 MAPPINGS = ("data.verifiers.arguments", "data.chat_template_kwargs")
-"""Settings whose names a user's code or template chooses."""
+"""Settings that are mappings, with names from a user's code or template."""
 PRIVATE = (LAUNCH, "rollout.servers", "loss.distillation.teacher", *MAPPINGS)
-"""Beginnings of settings that may hold a key, a password or an address. Loggers do not receive them."""
+"""Prefixes of settings that may contain a key, a password or an address. Loggers do not receive these settings."""
 SECRET = re.compile(r"(token(?!s|iz)|key|secret|passw|credential|bearer)[\w.-]*(['\"]?[=:\s]+|$)", re.IGNORECASE)
 """A name that looks like a secret's, with the characters up to the secret, or up to the end of the word if the secret
 is the next word. ``--tokenizer`` and ``--max-total-tokens`` are no such names."""
@@ -46,12 +46,12 @@ def public_text(key: str, value: Any) -> str:
 
 
 def has_secrets(settings: Mapping[str, Any]) -> bool:
-    """Whether settings, by their dotted keys, hold what :func:`public` leaves out."""
+    """Return whether settings, by their dotted keys, contain a secret that :func:`public` removes."""
     return any(public(key, value) != value for key, value in settings.items())
 
 
 def _masked(words: Sequence[Any]) -> Iterator[Any]:
-    """The words without what follows the name of a secret, in the same word or in the next one."""
+    """Yield words with masked secrets. A secret follows its name in the same word, or is the next word."""
     named = False
     for word in words:
         found = SECRET.search(str(word))

@@ -80,7 +80,7 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         self._hung: UserError | None = None
         self._interrupted_at = 0.0
-        """The moment of the last signal to the main thread; if that has not moved on since, it has caught the error."""
+        """Time of the last signal to the main thread. A main thread that has not moved since then caught the error."""
         self._spoken_of = 0.0
         """The moment since which this rank had stood still when it last named itself."""
         self._sent = self._answered = self._asked = 0

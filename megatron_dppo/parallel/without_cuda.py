@@ -174,8 +174,8 @@ def _compute_delta_rules() -> None:
 
 
 def _optimize_with_torch() -> None:
-    """Choose torch's Adam and norms. Megatron-Core chose those of Transformer Engine or Apex when they were imported,
-    and these have no CPU."""
+    """Use torch's Adam and norms. At import, Megatron-Core chooses those of Transformer Engine or Apex, if one is
+    installed, and both require CUDA."""
     from megatron.core import optimizer as chosen
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer

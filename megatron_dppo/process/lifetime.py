@@ -54,8 +54,8 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def leave(code: int, text: str) -> NoReturn:
-    """End this process at once, whatever its main thread does, and print why. A rank has a function of its own in the
-    place of this one: the first rank to fail speaks for all."""
+    """Print a reason and end this process at once, from any thread. A rank replaces this function, because only the
+    first failing rank prints a reason."""
     print(text, file=sys.stderr, flush=True)
     os._exit(code)
 
@@ -134,8 +134,8 @@ def _ask_to_end(server: subprocess.Popen[bytes], awaited: set[signal.Signals]) -
 
 
 MARKER = "MEGATRON_DPPO_FAILURE"
-"""Environment variable with the path of the marker that whoever starts several ranks chose for them: the first that
-fails writes there why, and beside it each leaves a mark when its job has ended well."""
+"""Environment variable with the path of the failure marker, set by the launcher or the job script. The first failing
+rank writes its reason there. Each rank whose job reached its end creates a file beside the marker."""
 
 SAVED = 75
 """Exit code of a run that has saved its state and is to be started again (EX_TEMPFAIL of sysexits.h)."""
@@ -144,7 +144,7 @@ SIGNAL = signal.SIGUSR1
 
 _asked = False
 _handlers: dict[signal.Signals, object] = {signal.SIGTERM: signal.getsignal(signal.SIGTERM)}
-"""Handlers before code of the user is imported; that of SIGUSR1 since :func:`listen_for_stop`."""
+"""Signal handlers before a user's code is imported, and the handler of SIGUSR1 from :func:`listen_for_stop`."""
 
 
 class StoppedError(Exception):
@@ -166,8 +166,8 @@ def listen_for_stop() -> None:
 
 
 def taken_signals() -> list[str]:
-    """Return a note for each signal whose handler code of the user has replaced. That of SIGUSR1 is put back, on the
-    main thread."""
+    """Return a note for each signal whose handler a user's code has replaced. On the main thread, restore the handler
+    of SIGUSR1."""
     taken = [number for number, handler in _handlers.items() if signal.getsignal(number) is not handler]
     if SIGNAL in taken and threading.current_thread() is threading.main_thread():
         listen_for_stop()

@@ -167,8 +167,8 @@ class ConversationFunction:
 
 @types.coroutine
 def _in_this_process(work: Awaitable[Returned]) -> Generator[Any, Any, Returned]:
-    """Await a user's function. If a step of it forks, the copy of this process ends where that step does: it would go
-    on with the whole run."""
+    """Await a user's function. If the function forks, end the forked process at its next await, because the fork would
+    continue the whole run."""
     process, steps = os.getpid(), work.__await__()
     step = partial(next, steps)
     while True:

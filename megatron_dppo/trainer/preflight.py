@@ -69,7 +69,7 @@ def mistakes(config: Config, command: Command, environ: Mapping[str, str] = os.e
     for mistake in found_by(_checks(config, command, environ)):
         found = True
         yield mistake
-    # A resume compares files that the other checks have read: a mistyped name is no other setting of an earlier run.
+    # The resume is checked last: a mistyped file name must not be reported as a changed setting.
     if command in TRAINING and not found:
         yield from found_by([partial(check_resume if command == "train" else check_warm_up, config)])
 

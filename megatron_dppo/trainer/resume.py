@@ -238,7 +238,7 @@ def check_warm_up(config: Config) -> None:
 
 
 def record_warm_up(out: Path, config: Config) -> None:
-    """Write down beside a warmed-up policy what it comes from. Policies are passed on: secrets are left out."""
+    """Write the settings of a warm-up beside its policy, without secrets, because policies are published."""
     shown = {key: public(key, value) for key, value in flat(config).items()}
     replace_text(out / WARM_UP, json.dumps(shown, indent=2) + "\n")
 

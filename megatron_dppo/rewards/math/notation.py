@@ -252,7 +252,7 @@ def unpacked(text: str) -> list[tuple[str | None, str]] | None:
 
 
 def with_tuples(text: str, other: str) -> str:
-    """Solutions by name as tuples, ``(p,q)=(5,2),(p,q)=(7,2)`` for ``p=5,q=2;p=7,q=2``; any other text as it is.
+    """Return named solutions as tuples: ``(p,q)=(5,2),(p,q)=(7,2)`` for ``p=5,q=2;p=7,q=2``. Other texts do not change.
 
     Elements are in the names' alphabetical order. A single solution becomes a tuple if ``other`` is a bare one.
     """
