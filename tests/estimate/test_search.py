@@ -12,6 +12,7 @@ from megatron_dppo.cli import main
 from megatron_dppo.config import Config, LayoutConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import Assumptions
+from megatron_dppo.estimate.kernels import stage_passes
 from megatron_dppo.estimate.memory import actor_memory, layers_of_stage
 from megatron_dppo.estimate.plan import Plan, make_plan
 from megatron_dppo.estimate.search import (
@@ -166,6 +167,30 @@ def test_stage_with_the_head_has_fewer_layers() -> None:
     run = setup(of(*SLOW, "layout.pp=4", "layout.first_stage_layers=16", "layout.last_stage_layers=14"))
     counts = [layers_of_stage(PUBLISHED["qwen3-32b"], stage, run.placement.layout) for stage in range(4)]
     assert counts == [16, 17, 17, 14]
+
+
+STAGED = sorted(
+    path.name for path in (ROOT / "configs").glob("*.yaml") if "last_stage_layers" in path.read_text("utf-8")
+)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_example_stages_are_as_equal_as_layers_allow(name: str) -> None:
+    """The slowest stage, with the head's time, is at most 1% slower than with the best numbers of layers."""
+    run = setup(load_config(str(ROOT / "configs" / name), []))
+    layout, layers = run.placement.layout, run.shape.num_layers
+
+    def slowest(**cut: int) -> float:
+        return max(each.update.total for each in stage_passes(at(run, replace(layout, vpp=1, **cut))))
+
+    near = range(layers // layout.pp - 6, layers // layout.pp + 7)
+    cuts_near = [
+        (first, last)
+        for first, last in product(near, near)
+        if (layers - first - last) % max(layout.pp - 2, 1) == 0 and (layout.pp > 2 or first + last == layers)
+    ]
+    best = min(slowest(first_stage_layers=first, last_stage_layers=last) for first, last in cuts_near)
+    assert slowest() <= 1.01 * best
 
 
 # The command
