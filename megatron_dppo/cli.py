@@ -52,7 +52,6 @@ COMMANDS = {
         "convert to-hf": "Write a Megatron checkpoint (torch_dist) as a Hugging Face directory.",
         "convert from-hf": "Write a Hugging Face model as a Megatron checkpoint, which every layout loads.",
         "compress": "Make a smaller policy from a larger one.",
-        "compress sweep": "Compare smaller policies of several sizes and methods.",
     },
 }
 """All commands with their descriptions, as ``--help`` groups them."""
@@ -79,7 +78,6 @@ OF_MODULES = {
     "convert from-hf": OfModule("bridge.convert_commands:add_from_hf_arguments", "bridge.convert_commands:from_hf"),
     "init": OfModule("init:add_init_arguments", "init:init_from_arguments"),
     "compress": OfModule("compress.command:add_compress_arguments", "compress.command:compress"),
-    "compress sweep": OfModule("compress.command:add_sweep_arguments", "compress.sweep:sweep"),
     "export": OfModule("export:add_export_arguments", "export:export"),
 }
 STEPS, LEAST_STEPS = 12, 6
@@ -188,10 +186,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 
         if chosen.search or chosen.gpus is not None:
             return plan_search(config, assumed, chosen.gpus, json_wanted=chosen.json)
-        given = {name: getattr(chosen, name) for name in ("keep", "method", "multiple")}
-        smaller = {name: value for name, value in given.items() if value is not None}
-        command = resolve_name("megatron_dppo.compress.cut:plan_with_smaller") if smaller else plan
-        return command(config, assumed, json_wanted=chosen.json, **smaller)
+        return plan(config, assumed, json_wanted=chosen.json)
     if chosen.command == "eval":
         if chosen.against and chosen.out and not words and not chosen.model:
             from megatron_dppo.evaluation.scores import compare_folders
@@ -375,12 +370,6 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--search", action="store_true", help=what)
     parser.add_argument("--gpus", metavar="N", type=int, help="search: at most N GPUs (default: the run's)")
-    what = "also estimate the savings from compressing the policy to this fraction of its layers' weights"
-    parser.add_argument("--keep", metavar="FRACTION", type=float, help=what)
-    methods = ("width", "depth", "heads", "experts", "hidden", "minitron")
-    parser.add_argument("--method", choices=methods, help="method of compression (default: width)")
-    what = "keep a multiple of N units, channels or experts (default: 128; experts: 8)"
-    parser.add_argument("--multiple", metavar="N", type=int, help=what)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -74,24 +74,6 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a model directory that stands there")
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``megatron-dppo compress sweep``."""
-    parser.add_argument("source", metavar="MODEL", type=Path, help=SOURCE)
-    again = "folder for policies and figures; run again, it goes on from what is there"
-    parser.add_argument("out", metavar="OUT", type=Path, help=again)
-    parser.add_argument("--keep", metavar="SHARE", type=float, nargs="+", required=True, help=f"{SHARE}: each of these")
-    methods = "or METHOD:SCORE or METHOD:SCORE:refit, see `megatron-dppo compress --help` (default: width depth)"
-    parser.add_argument("--methods", metavar="METHOD", nargs="+", default=["width", "depth"], help=methods)
-    add_calibration_arguments(parser)
-    config = "with which policies are asked and recovered: a YAML file, and settings that override what it says"
-    parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
-    recover = "steps of sft to recover by, each a run of its own, until one is enough (default: no recovery)"
-    parser.add_argument("--recover", metavar="STEPS", type=positive(int), nargs="+", default=[], help=recover)
-    enough = "share of the whole policy's accuracy that counts as recovered (default: %(default)s)"
-    parser.add_argument("--enough", metavar="SHARE", type=float, default=0.95, help=enough)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def _seed(text: str) -> int:
     if not 0 <= (seed := int(text)) < 1 << 63:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2^63 - 1")
@@ -99,7 +81,7 @@ def _seed(text: str) -> int:
 
 
 def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that ``compress`` and ``compress sweep`` share."""
+    """Options of what parts are scored on, and of how they are removed."""
     calibrate = "prompts with responses that parts are scored on: the --out folder of `megatron-dppo eval`, or a file"
     parser.add_argument("--calibrate", metavar="FOLDER|FILE", type=Path, help=calibrate)
     for side, name in (("prompt", "prompt"), ("response", "response")):
@@ -126,22 +108,6 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layout = "score in shards on many ranks: layout.* without layout., as tp=8,pp=2"
     parser.add_argument("--layout", metavar="A=N,…", help=layout)
-
-
-def options_of_both(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Options of :func:`add_calibration_arguments`."""
-    parser = argparse.ArgumentParser()
-    add_calibration_arguments(parser)
-    return {name: getattr(chosen, name) for name in vars(parser.parse_args([]))}
-
-
-def as_words(options: Mapping[str, Any]) -> list[str]:
-    """As they are typed. One that is None was not given."""
-    words = []
-    for name, value in options.items():
-        if value is not None and value is not False:
-            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}"))
-    return words
 
 
 def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ from megatron_dppo.report.parts import Chapter, failure
 from megatron_dppo.report.plot import say, smoothed_at_ends
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import RunRecord, data_of, read_runs
-from megatron_dppo.report.tables import benchmarks, frontier, options, sample_answers
+from megatron_dppo.report.tables import benchmarks, options, sample_answers
 from megatron_dppo.report.timing import Race, cost, race, ratios, spent, timing, why_no_interval
 from megatron_dppo.rl.types import Floats
 
@@ -97,9 +97,7 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
         "Sample answers": sample_answers, "Benchmarks": benchmarks, "Cost": partial(cost, price=price),
         "Settings": options,
     }  # fmt: skip
-    if all(run.sweep for run in runs):  # none of which is a run of training
-        makers = {"Benchmarks": benchmarks}
-    sections = _or_why(partial(frontier, runs), lambda why: [Chapter("frontier", "Smaller policies", "", [], why)])
+    sections = []
     for title, make in makers.items():
         name = title.partition(" ")[0].lower()
         sections.append(_or_why(partial(make, runs), partial(Chapter, name, title, "", [])))
@@ -146,8 +144,6 @@ def _css() -> str:
 
 def _what(run: RunRecord) -> str:
     """The run in one line."""
-    if run.sweep:
-        return f"smaller policies made from {run.sweep['asked']['model']}"
     if not run.config:
         return "no settings are recorded"
     model, data = PurePath(str(run.setting("model.path"))).name, data_of(run)
@@ -157,8 +153,6 @@ def _what(run: RunRecord) -> str:
 
 def _state(run: RunRecord) -> str:
     """Empty for a finished run. A run that goes on and one that was killed differ only in when they last wrote."""
-    if run.sweep:
-        return ""
     if not run.rows:
         return "no step is recorded yet"
     step, last = int(run.rows[-1]["step"]), int(run.setting("run.steps"))

@@ -53,8 +53,6 @@ class RunRecord:
     """Rows of ``answers.jsonl``."""
     scores: Sequence[tuple[str, Record]]
     """Every ``scores.json`` under the folder, with the folder that it is in."""
-    sweep: Record
-    """``sweep.json`` of ``megatron-dppo compress sweep``, whose folder it then is."""
     written: datetime | None
     """When its last row of metrics was."""
     left_out: Sequence[str]
@@ -157,9 +155,9 @@ def _group_and_place(folder: Path) -> tuple[str, Path]:
 
 def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
     """One of them; the arguments are the fields of ``RunRecord``."""
-    metrics, scores, sweep = folder / FILE, list(_scores(folder)), _sweep(folder)
-    if not metrics.is_file() and not scores and not sweep:
-        remedy = f"Give folders that hold a {FILE} (run.dir of a training), a scores.json or a sweep.json"
+    metrics, scores = folder / FILE, list(_scores(folder))
+    if not metrics.is_file() and not scores:
+        remedy = f"Give folders that hold a {FILE} (run.dir of a training) or a scores.json"
         raise UserError("RUN", folder, "is no folder of a run" if folder.is_dir() else "is no folder", remedy)
     history = read_history(folder)
     rows, census, answers = (_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
@@ -179,7 +177,6 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
         census=counted,
         answers=[{**row, "answers": list(_shown(row))} for row in answers],
         scores=scores,
-        sweep=sweep,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
         left_out=[
             f"{lines} of the lines of {file} cannot be read, and {'is' if lines == 1 else 'are'} left out"
@@ -269,9 +266,3 @@ def _scores(folder: Path) -> Iterator[tuple[str, Record]]:
         found = _parse(_text(file))
         if isinstance(found.get("benchmarks"), dict):
             yield str(file.parent.relative_to(folder)), found
-
-
-def _sweep(folder: Path) -> Record:
-    """Empty where there is none."""
-    found = _parse(_text(folder / "sweep.json"))
-    return found if found.keys() >= {"asked", "whole", "rows"} else {}

@@ -1,4 +1,4 @@
-"""Sections of tables: sample answers, scores of benchmarks, smaller policies (``compress sweep``), settings."""
+"""Sections of tables: sample answers, scores of benchmarks, settings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from megatron_dppo.observe.private import public_text
 from megatron_dppo.report.parts import (
     Chapter,
     Folded,
-    Form,
     Note,
     Part,
-    Plot,
-    Plots,
     SampleAnswer,
     SampleAnswers,
     SampleProblem,
     Table,
 )
-from megatron_dppo.report.plot import Line, line_plot, say
 from megatron_dppo.report.run import Record, RunRecord, default_of, is_number
 from megatron_dppo.settings import settings
 
@@ -31,7 +27,6 @@ MOST_EVALUATIONS = 12
 MOST_PROBLEMS = 8
 HEAD, TAIL = 400, 800
 """Characters of an answer that are shown; the end is where the result stands."""
-FRONTIER = ("policy", "weights", "loss", "accuracy", "recovered", "tokens to recover", "speed", "frontier")
 
 
 def sample_answers(runs: Sequence[RunRecord]) -> Chapter:
@@ -148,82 +143,3 @@ def options(runs: Sequence[RunRecord]) -> Chapter:
         parts.append(Folded(f"All settings of {run.name}", text))
     lead = "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
     return Chapter("settings", "Settings", lead, parts)
-
-
-def frontier(runs: Sequence[RunRecord]) -> list[Chapter]:
-    """The section of sweeps; none where no folder is a sweep's."""
-    parts: list[Part] = []
-    for run in (run for run in runs if run.sweep):
-        rows = _with_figures(run.sweep)
-        parts.append(Plots(_frontier_plots(rows, run.sweep.get("enough")), run.name))
-        head, *cells = frontier_table(run.sweep)
-        parts.append(Table(head, cells, run.name))
-        without = [row["name"] for row in rows if row.get("recovered") and row.get("recovery_tokens") is None]
-        if without:
-            parts.append(Note(f"No budget was enough for {', '.join(without)}."))
-    lead = (
-        "Each line is a method and a score, with or without a refit. On the frontier is what no other policy beats: "
-        "none is as small and better, or smaller and as good. Speeds are of transformers' generate, over the whole "
-        "policy's."
-    )
-    return [Chapter("frontier", "Smaller policies", lead, parts)] if parts else []
-
-
-def frontier_table(sweep: Record) -> list[list[str]]:
-    """Head, the whole policy and each smaller one, the largest first; what was not measured is a dash."""
-    whole = sweep["whole"]
-    size = f"{whole['weights'] / 1e6:,.2f} M" if "weights" in whole else "–"
-    first = ["whole", size, _loss(whole.get("loss")), say(whole.get("accuracy"), "share"), "–", "–", "1.00×", ""]
-    rows = [
-        [
-            row["name"],
-            say(row["size"], "share"),
-            _loss(row.get("loss_after")),
-            say(row.get("accuracy"), "share"),
-            say(row["best"] if row.get("recovered") else None, "share"),
-            say(row.get("recovery_tokens"), "count"),
-            say(row.get("tokens_per_second_ratio"), "times"),
-            "✓" if row.get("frontier") else "",
-        ]
-        for row in _with_figures(sweep)
-    ]
-    return [list(FRONTIER), first, *rows]
-
-
-def _loss(loss: float | None) -> str:
-    return "–" if loss is None else f"{loss:.4f}"
-
-
-def _with_figures(sweep: Record) -> list[Record]:
-    """The smaller policies with their shares of the weights, and the best accuracies after recovery or before it."""
-    whole = sweep["whole"].get("weights") or 1
-    rows: list[Record] = []
-    for row in sorted(sweep["rows"], key=lambda row: -row.get("weights", 0)):
-        accuracies = [of.get("accuracy") for of in (row, *row.get("recovered", ()))]
-        size = row["weights"] / whole if "weights" in row else None
-        rows.append({**row, "size": size, "best": max(filter(is_number, accuracies), default=None)})
-    return rows
-
-
-def _method(row: Record) -> str:
-    """Method that a line's rows share."""
-    return f"{row.get('method')} {row.get('score')}" + (" refit" if row.get("refit") else "")
-
-
-def _frontier_plots(rows: Sequence[Record], share: Any) -> list[Plot]:
-    def drawn(title: str, about: str, x: str, y: str, forms: tuple[Form, Form], to: str = "weights left") -> Plot:
-        lines = []
-        for number, method in enumerate(dict.fromkeys(_method(row) for row in rows if "method" in row)):
-            known = [(row.get(x), row.get(y)) for row in rows if _method(row) == method]
-            points = sorted(point for point in known if None not in point)
-            lines.append(Line(method, f"run{number % 6}", *np.array(points, dtype=np.float64).reshape(-1, 2).T))
-        return line_plot(title, about, lines, x_label=to, x_form=forms[0], form=forms[1])
-
-    highest, faster = "the best, after recovery where there was one", "tokens per second, over the whole's"
-    enough = f"{100 * share:g}% of the whole policy's accuracy" if is_number(share) else "enough accuracy"
-    return [
-        drawn("Accuracy by size", highest, "size", "best", ("share", "share")),
-        drawn("Accuracy by speed", highest, "tokens_per_second_ratio", "best", ("times", "share"), faster),
-        drawn("Loss by size", "before recovery, nats per token", "size", "loss_after", ("share", "number")),
-        drawn("Tokens to recover", f"of sft, to {enough}", "size", "recovery_tokens", ("share", "count")),
-    ]

@@ -118,7 +118,7 @@ WAYS = (
     Way(r"megatron-dppo configs( --copy \w+)?"),
     Way(r"megatron-dppo quickstart", append=SMALL),
     Way(r"megatron-dppo plan CONFIG", replace=PLACEHOLDERS),
-    Way(r"megatron-dppo plan configs/\S+ --(keep .*|search( --gpus \d+)?)"),
+    Way(r"megatron-dppo plan configs/\S+ --search( --gpus \d+)?"),
     Way(r"megatron-dppo plan configs/\S+( .*cluster.*)?"),
     Way(r"megatron-dppo train configs/quickstart\.yaml --(check|print-config)", append="rollout.prompts_per_step=4"),
     Way(r"megatron-dppo train CONFIG", replace=PLACEHOLDERS, append="rollout.prompts_per_step=4 --check"),
@@ -157,14 +157,6 @@ WAYS = (
     Way(
         r"megatron-dppo compress \S+ \S+ .*--score shapley-reward .*",
         append=f"{LAYOUT} --dry-run",  # these tests' policies earn nothing; that of tests/compress/test_asking.py does
-    ),
-    Way(
-        r"megatron-dppo compress sweep \S+ \S+ .*",
-        replace={
-            "--keep 0.75 0.5": "--keep 0.75",
-            " --recover 50 200 --config configs/quickstart.yaml data.arithmetic.forgotten_carries=0": "",
-        },
-        append="--multiple 8",  # tests/compress/test_sweep.py recovers
     ),
     Way(
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/(run|rewarded) .*",
