@@ -14,7 +14,7 @@ import torch
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.bridge.chunks import Chunk, read_rows
-from megatron_dppo.bridge.convert import in_threads, stored_chunks, write_tensors
+from megatron_dppo.bridge.convert import check_files, in_threads, stored_chunks, write_tensors
 from megatron_dppo.bridge.convert_commands import (
     check_out,
     checkpoint_and_directory,
@@ -211,9 +211,10 @@ def merged_to_hf(
     """
     checkpoint, hf, shape = checkpoint_and_directory(chosen)
     adapters = stored_policy(checkpoint, shape, lora)
-    tensors = _base_tensors(base, shape, is_checkpoint=base_is_checkpoint)
     plan = plan_files(shape, chosen_dtype(chosen, dtype), int(chosen.shard_gb * GB))
     check_out(chosen, plan.total_bytes, [checkpoint, hf, base], "config.json", "model directory", (*MODEL_FILES, *also))
+    check_files(adapters, chosen.workers)
+    tensors = _base_tensors(base, shape, chosen.workers, is_checkpoint=base_is_checkpoint)
     of_name = {name: entry for entry in adapters.parameters for name in entry.tensors}
 
     def adapter(name: str) -> torch.Tensor | None:
@@ -242,9 +243,11 @@ def merged_to_hf(
     print(f"{chosen.out}: {parameters(shape) / 1e6:,.2f} million weights, with the adapters merged")
 
 
-def _base_tensors(folder: Path, shape: PolicyShape, *, is_checkpoint: bool) -> Base:
+def _base_tensors(folder: Path, shape: PolicyShape, workers: int, *, is_checkpoint: bool) -> Base:
     if is_checkpoint:
-        return StoredPolicy(find_checkpoint(folder, "model.checkpoint"), shape, "model.checkpoint").tensors
+        policy = StoredPolicy(find_checkpoint(folder, "model.checkpoint"), shape, "model.checkpoint")
+        check_files(policy, workers)
+        return policy.tensors
     with naming("model.path"):
         stored = stored_chunks(check_weights(folder, shape))
     return lambda entry: {name: [stored[name]] for name in entry.tensors}

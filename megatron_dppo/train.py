@@ -128,7 +128,8 @@ class Trainer:
                 self.evaluate()
             self.world.from_leader(self.check_lock)
             self.logger.write(self.step)
-            asked, written = zip(*self.world.gather((lifetime.stop_asked(), self.checkpoints.written())), strict=True)
+            state = lifetime.stop_asked(), self.checkpoints.is_written()
+            asked, written = zip(*self.world.gather(state), strict=True)
             if all(written):
                 self.checkpoints.finish()
             stopping = self.step < last and (any(asked) or self.guard.hopeless)

@@ -3,10 +3,9 @@
 Settings name the parent folder, whose tracker file names the latest checkpoint. Nothing here needs torch, so that a
 setting can be checked before anything heavy is imported.
 
-Checksums are taken while files are written, and compared when they are read. ``checksums.json`` in the folder of one
-iteration lists each file as consecutive blocks. In a file of shards a block is what one tensor takes, so that weights
-can be checked without the optimizer's state. Any other file is one block. The checksum is CRC-32, which finds damage;
-it does not prove who wrote a file. One thread computes it at 2.5 GB a second, twice as fast as SHA-256.
+``checksums.json`` in the folder of one iteration lists the size and the CRC-32 of each file. A reader compares them
+before it uses the file. CRC-32 finds damage; it does not prove who wrote a file. One thread computes it at 2.5 GB a
+second, twice as fast as SHA-256.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.streams import tell
@@ -146,8 +145,8 @@ def refusing_damage(checkpoint: Path, setting: str) -> Iterator[None]:
 
 @cache
 def warn_unchecked(checkpoint: Path) -> None:
-    """Say once of a checkpoint that its files cannot be checked."""
-    text = f"note: {checkpoint} has no checksums.json, as its writer left one: damage to it may go unnoticed"
+    """Print once that a checkpoint's files cannot be checked."""
+    text = f"note: {checkpoint} has no {CHECKSUMS} of this version: damage to it may go unnoticed"
     tell(text)
 
 
@@ -186,57 +185,35 @@ def _is_step(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 19
 
 
-_CHECKSUMS_FORMAT = 1
+_CHECKSUMS_FORMAT = 2
 _BUFFER_BYTES = 1 << 20
-"""Bytes that are taken at a time: what is still in the processor's cache when it is written."""
+"""Bytes that are read at a time: they stay in the processor's cache."""
+_SMALL_FILE_BYTES = 1 << 20
 
 
 class DamagedError(Exception):
     """A file does not hold what was written; the message begins with its name."""
 
 
-class Block(NamedTuple):
-    """A stretch of a file, from where the block before it ends."""
+class FileChecksum(NamedTuple):
+    """Size of a file in bytes, and the CRC-32 of its content."""
 
-    end: int
-    """The byte after its last one."""
+    size: int
     crc: int
 
+    @classmethod
+    def of(cls, file: Path) -> FileChecksum:
+        """Read a file.
 
-class BlockWriter:
-    """A new file, for ``torch.save`` among others to write to, that takes the checksum of each block on the way."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-        self._end = self._crc = 0
-        self.blocks: list[Block] = []
-
-    def write(self, data: Any) -> int:
-        """Append what has the form of a buffer."""
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _BUFFER_BYTES):
-            buffer = view[start : start + _BUFFER_BYTES]
-            self._crc = zlib.crc32(buffer, self._crc)
-            self._file.write(buffer)
-        self._end += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def end_block(self) -> tuple[int, int]:
-        """Close a block here. Returns its first byte, and how many it has."""
-        start = self.blocks[-1].end if self.blocks else 0
-        self.blocks.append(Block(self._end, self._crc))
-        self._crc = 0
-        return start, self._end - start
-
-    def close(self, *, durable: bool = False) -> None:
-        """Close the file; with ``durable`` only after the disk itself has it."""
-        with self._file:
-            self._file.flush()
-            if durable:
-                os.fsync(self._file.fileno())
+        Raises:
+            OSError: the file cannot be read.
+        """
+        size, crc, buffer = 0, 0, memoryview(bytearray(_BUFFER_BYTES))
+        with file.open("rb", buffering=0) as opened:
+            while count := opened.readinto(buffer):
+                size += count
+                crc = zlib.crc32(buffer[:count], crc)
+        return cls(size, crc)
 
 
 class Checksums:
@@ -244,116 +221,80 @@ class Checksums:
 
     Args:
         folder: of one iteration.
-        files: the blocks of each file, by its path in the folder.
+        files: by their paths in the folder.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, Sequence[Block]]) -> None:
-        self._folder = folder
-        self._files = {name: dict(_starts(blocks)) for name, blocks in files.items()}
+    def __init__(self, folder: Path, files: Mapping[str, FileChecksum]) -> None:
+        self._folder, self._files = folder, dict(files)
 
     @classmethod
     def read(cls, folder: Path) -> Checksums | None:
-        """None for a folder that has none.
+        """Read the checksums of a folder. None: it has none, or has those of an earlier version, which were of blocks.
 
         Raises:
-            DamagedError: if they cannot be read.
+            DamagedError: the file cannot be read.
         """
         if not os.path.lexists(folder / CHECKSUMS):
             return None
         try:
             stored = json.loads((folder / CHECKSUMS).read_bytes())
-            files = {name: [Block(int(end), int(crc)) for end, crc in of] for name, of in stored["files"].items()}
-            whole = (stored["format"], stored["crc32"]) == (_CHECKSUMS_FORMAT, _crc_of(files)) and all(files.values())
+            if stored["format"] < _CHECKSUMS_FORMAT:
+                return None
+            files = {name: FileChecksum(int(size), int(crc)) for name, (size, crc) in stored["files"].items()}
+            is_whole = (stored["format"], stored["crc32"]) == (_CHECKSUMS_FORMAT, _crc_of(files))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})") from error
-        if not whole:
+        if not is_whole:
             raise DamagedError(f"{CHECKSUMS} is not what was written")
         return cls(folder, files)
 
     def write(self) -> None:
-        """Write them, and those of all files in the folder that they do not list: small ones, which are read."""
-        listed = {name: list(blocks.values()) for name, blocks in self._files.items()}
+        """Write ``checksums.json``. Files in the folder without a known checksum are read first."""
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
-            if path.is_file() and name not in listed and name != CHECKSUMS:
-                data = path.read_bytes()
-                listed[name] = [Block(len(data), zlib.crc32(data))]
-        content = {"format": _CHECKSUMS_FORMAT, "crc32": _crc_of(listed), "files": listed}
+            if path.is_file() and name not in self._files and name != CHECKSUMS:
+                self._files[name] = FileChecksum.of(path)
+        content = {"format": _CHECKSUMS_FORMAT, "crc32": _crc_of(self._files), "files": self._files}
         (self._folder / CHECKSUMS).write_text(json.dumps(content, separators=(",", ":")))
 
     def check_small_files(self) -> None:
-        """Check files of one block, and of all others whether they are there with their sizes.
+        """Compare the sizes of all files, and the content of small ones.
 
         Raises:
-            DamagedError: for the first that is not what was written.
+            DamagedError: for the first file that is not what was written.
         """
-        self._check_sizes()
-        self.check([name for name, blocks in self._files.items() if len(blocks) == 1])
+        for name in self._files:
+            self._check_size(name)
+        self.check([name for name, checksum in self._files.items() if checksum.size <= _SMALL_FILE_BYTES])
 
-    def _check_sizes(self, names: Sequence[str] | None = None) -> None:
-        for name in self._files if names is None else names:
-            path, size = self._folder / name, list(self._files[name].values())[-1].end
-            if not path.is_file():
-                raise DamagedError(f"{name} is {'no file' if os.path.lexists(path) else 'missing'}")
-            if (found := path.stat().st_size) != size:
-                what = "truncated" if found < size else "longer than it was"
-                raise DamagedError(f"{name} is {what}: {found:,} bytes of {size:,}")
-
-    def check(self, names: Sequence[str] | None = None, *, share: int = 0, of: int = 1) -> None:
-        """Read blocks and hold them against their checksums.
+    def check(self, names: Iterable[str] | None = None, *, share: int = 0, of: int = 1) -> None:
+        """Read files and compare them with their checksums.
 
         Args:
-            names: of files; None: all.
-            share: take every ``of``-th block, from this one on.
+            names: of files, those without a checksum are left out; None: all.
+            share: take every ``of``-th file, from this one on.
 
         Raises:
-            DamagedError: for the first that differs, or for a file of another size.
+            DamagedError: for the first file that differs.
         """
-        self._check_sizes(names)
-        chosen = self._files if names is None else names
-        blocks = [(name, start, block) for name in chosen for start, block in self._files[name].items()]
-        for name, start, block in blocks[share::of]:
-            self._check(name, start, block)
+        listed = [name for name in (self._files if names is None else names) if name in self._files]
+        for name in listed[share::of]:
+            self._check_size(name)
+            try:
+                found = FileChecksum.of(self._folder / name)
+            except OSError as error:
+                raise DamagedError(f"{name} cannot be read ({error})") from error
+            if found != self._files[name]:
+                raise DamagedError(f"{name} is damaged: its content is not what was written")
 
-    def check_file(self, name: str) -> None:
-        """Check a file, if it is listed.
-
-        Raises:
-            DamagedError: if it differs.
-        """
-        if name in self._files:
-            self.check([name])
-
-    def check_block(self, name: str, start: int) -> None:
-        """Check the block that begins there.
-
-        Raises:
-            DamagedError: if it differs, or no block begins there.
-        """
-        if (block := self._files.get(name, {}).get(start)) is None:
-            raise DamagedError(f"{name} has no tensor at byte {start:,}, by {CHECKSUMS}")
-        self._check(name, start, block)
-
-    def _check(self, name: str, start: int, block: Block) -> None:
-        crc, left, buffer = 0, block.end - start, memoryview(bytearray(_BUFFER_BYTES))
-        try:
-            with (self._folder / name).open("rb", buffering=0) as file:
-                file.seek(start)
-                while left and (read := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
-                    crc, left = zlib.crc32(buffer[:read], crc), left - read
-        except OSError as error:
-            raise DamagedError(f"{name} cannot be read ({error})") from error
-        if left or crc != block.crc:
-            raise DamagedError(f"{name} is damaged: bytes {start:,} to {block.end:,} are not what was written")
+    def _check_size(self, name: str) -> None:
+        path, size = self._folder / name, self._files[name].size
+        if not path.is_file():
+            raise DamagedError(f"{name} is {'no file' if os.path.lexists(path) else 'missing'}")
+        if (found := path.stat().st_size) != size:
+            what = "truncated" if found < size else "longer than it was"
+            raise DamagedError(f"{name} is {what}: {found:,} bytes of {size:,}")
 
 
-def _starts(blocks: Sequence[Block]) -> Iterator[tuple[int, Block]]:
-    """Each block with its first byte."""
-    start = 0
-    for block in blocks:
-        yield start, block
-        start = block.end
-
-
-def _crc_of(files: Mapping[str, Sequence[Block]]) -> int:
+def _crc_of(files: Mapping[str, FileChecksum]) -> int:
     return zlib.crc32(json.dumps(files, sort_keys=True, separators=(",", ":")).encode())

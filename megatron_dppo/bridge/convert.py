@@ -18,7 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, RELEASE, TRACKER
+from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, RELEASE, TRACKER, FileChecksum
 from megatron_dppo.bridge.chunks import Chunk, parameter_chunks, read_rows, rows_of
 from megatron_dppo.bridge.hf_directory import (
     SAFETENSORS,
@@ -58,15 +58,19 @@ def write_megatron(
     release, hf = out / RELEASE, out / HF_FOLDER
     release.mkdir()
     hf.mkdir()
-    checksums: dict[Stored, int] = {}
+    checksums: dict[str, FileChecksum] = {}
 
     def convert(part: Stored) -> None:
         chunks = rows_of(parameter_chunks(part.entry, tensors), part.start, part.rows)
         data = read_rows(part.shape, chunks, dtype_in(plan.dtype, part.entry))
-        checksums[part] = write_parameter(release, plan, part, data)
+        write_parameter(release, plan, part, data)
         advance(part.entry.elements // len(part.entry.stored) * plan.dtype.itemsize)
 
+    def compute_checksum(name: str) -> None:
+        checksums[name] = FileChecksum.of(release / name)
+
     in_threads(convert, plan.storage, workers)
+    in_threads(compute_checksum, plan.files, workers)
     copy_config_and_tokenizer(source, hf, plan.dtype)
     write_metadata(release, plan, checksums)
     (out / TRACKER).write_text(RELEASE + "\n")
@@ -89,7 +93,8 @@ def write_hf(policy: StoredPolicy, plan: FilePlan, source: Path, out: Path, *, w
 
 
 def write_tensors(policy: StoredPolicy, plan: FilePlan, out: Path, *, workers: int, advance: Advance) -> None:
-    """The weights alone; see :func:`write_hf`."""
+    """Write the weights alone; see :func:`write_hf`."""
+    check_files(policy, workers)
     with SafetensorsWriter.open(plan, out) as writer:
 
         def convert(entry: Entry) -> None:
@@ -98,6 +103,15 @@ def write_tensors(policy: StoredPolicy, plan: FilePlan, out: Path, *, workers: i
                 advance(plan.bytes_of(name))
 
         in_threads(convert, policy.parameters, workers)
+
+
+def check_files(policy: StoredPolicy, workers: int) -> None:
+    """Compare the files that hold a policy's weights with their checksums, in as many threads.
+
+    Raises:
+        UserError: naming a file that is damaged.
+    """
+    in_threads(lambda share: policy.check(share=share, of=workers), range(workers), workers)
 
 
 def stored_chunks(stored: Mapping[str, StoredTensor]) -> dict[str, Chunk]:

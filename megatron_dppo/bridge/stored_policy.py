@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from itertools import chain
 from math import prod
 from pathlib import Path
 from pickletools import genops
@@ -157,9 +158,9 @@ class StoredPolicy:
             raise damaged(folder, setting, f"has no {METADATA}, as checkpoints in Megatron's torch_dist format do")
         with refusing_damage(folder, setting):
             self.checksums = Checksums.read(folder)
-            """Checksums that every read is checked against; None for a checkpoint of an earlier version."""
+            """None for a checkpoint without checksums that this version can check."""
             if self.checksums is not None:
-                self.checksums.check_file(METADATA)
+                self.checksums.check([METADATA])
             try:
                 metadata = read_metadata(folder)
             except Exception as error:  # whatever unpickling a damaged file raises
@@ -179,49 +180,45 @@ class StoredPolicy:
         return reduce(torch.promote_types, dtypes)
 
     def check(self, *, share: int = 0, of: int = 1) -> None:
-        """Read weights and hold them against their checksums.
+        """Compare the files that hold the weights with their checksums.
 
         Args:
-            share: take every ``of``-th block, from this one on.
+            share: take every ``of``-th file, from this one on.
 
         Raises:
             UserError: naming the first file that is damaged.
         """
-        stored = [(part.key, block) for blocks in self.parameters.values() for part, block in blocks]
+        if self.checksums is None:
+            return
+        blocks = chain.from_iterable(self.parameters.values())
+        files = {self._stored(part.key, block).relative_path for part, block in blocks}
         with refusing_damage(self._folder, self._setting):
-            for key, block in stored[share::of]:
-                self._check_block(key, block)
+            self.checksums.check(sorted(files), share=share, of=of)
 
     def tensors(self, entry: Entry) -> dict[str, list[Chunk]]:
         """Chunks of a parameter's Hugging Face tensors, by name.
 
         Raises:
-            UserError: if a file is damaged there.
+            UserError: if a file cannot be read there.
         """
         key = entry.key
         try:
             chunks = [self._chunk(part, block) for part, block in self.parameters[entry]]
-        except DamagedError as error:
-            raise damaged(self._folder, self._setting, str(error)) from error
         except Exception as error:  # whatever reading a damaged archive raises
             raise self._unreadable(f"{key} cannot be read ({error})", "Fetch the checkpoint again") from error
         return tensor_chunks(entry, chunks)
 
-    def _check_block(self, key: str, block: ChunkStorageMetadata) -> _StorageInfo:
-        """Hold a block against its checksum, if it has one. Returns where it is stored."""
-        stored = self._storage[MetadataIndex(key, block.offsets)]
-        if self.checksums is not None:
-            self.checksums.check_block(stored.relative_path, stored.offset)
-        return stored
+    def _stored(self, key: str, block: ChunkStorageMetadata) -> _StorageInfo:
+        """Where a block is stored."""
+        return self._storage[MetadataIndex(key, block.offsets)]
 
     def _chunk(self, part: Stored, block: ChunkStorageMetadata) -> Chunk:
         """A block, whose leading dimensions are one, as a chunk of what comes after these.
 
         Raises:
-            DamagedError: if it differs from its checksum.
             ValueError: if it is not stored as Megatron does, or not at all.
         """
-        stored, leading = self._check_block(part.key, block), len(part.entry.leading)
+        stored, leading = self._stored(part.key, block), len(part.entry.leading)
         file, dtype = self._folder / stored.relative_path, self._tensors[part.key].properties.dtype
         start, size = locate_data(file, stored.offset, stored.length)
         # Megatron writes contiguous tensors only, so the record is the block.

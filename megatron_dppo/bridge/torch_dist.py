@@ -14,7 +14,6 @@ import os
 import pickle
 import struct
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA, Block, Checksums
+from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA, Checksums, FileChecksum
 from megatron_dppo.bridge.chunks import write_at
 from megatron_dppo.bridge.hf_directory import dtype_in
 from megatron_dppo.bridge.mapping import Stored, entries
@@ -93,52 +92,37 @@ def plan_checkpoint(shape: PolicyShape, dtype: torch.dtype) -> CheckpointPlan:
     return CheckpointPlan(dtype, storage)
 
 
-def write_parameter(folder: Path, plan: CheckpointPlan, part: Stored, data: Iterable[memoryview]) -> int:
+def write_parameter(folder: Path, plan: CheckpointPlan, part: Stored, data: Iterable[memoryview]) -> None:
     """Write a parameter's bytes, in the plan's type, where the plan says. Threads may write side by side.
 
-    Returns:
-        The CRC-32 of all that stands there.
-
     Raises:
-        ValueError: if they are too many or too few.
-        OSError: for a full disk.
+        ValueError: the bytes are too many or too few.
+        OSError: the disk is full.
     """
     stored, archive = plan.storage[part], _archive(_block_shape(part), dtype_in(plan.dtype, part.entry))
-    crc = 0
-
-    def with_checksum(data: Iterable[memoryview | bytes]) -> Iterator[memoryview | bytes]:
-        nonlocal crc
-        for buffer in data:
-            crc = zlib.crc32(buffer, crc)
-            yield buffer
-
     file = os.open(folder / stored.relative_path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        start = write_at(file, stored.offset, with_checksum([archive.head]))
-        end = write_at(file, start, with_checksum(data))
+        start = write_at(file, stored.offset, [archive.head])
+        end = write_at(file, start, data)
         if end != start + archive.size:
             raise ValueError(f"{part.entry.megatron[0]} has {end - start} bytes instead of {archive.size}")
-        write_at(file, end, with_checksum([archive.tail]))
+        write_at(file, end, [archive.tail])
     finally:
         os.close(file)
-    return crc
 
 
-def write_metadata(folder: Path, plan: CheckpointPlan, checksums: Mapping[Stored, int]) -> None:
-    """Write what makes a checkpoint of a folder in which every parameter is.
+def write_metadata(folder: Path, plan: CheckpointPlan, checksums: Mapping[str, FileChecksum]) -> None:
+    """Write the files that make a checkpoint of a folder with all parameters.
 
     Args:
-        checksums: what :func:`write_parameter` returned.
+        checksums: of the files with the parameters, by name.
     """
     common = io.BytesIO()
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, common)
     (folder / COMMON).write_bytes(common.getbuffer())
     (folder / METADATA).write_bytes(pickle.dumps(plan.metadata()))
     (folder / FORMAT).write_text(json.dumps(WRITTEN_BY))
-    blocks: dict[str, list[Block]] = {}
-    for part, stored in plan.storage.items():  # in the order in which they lie
-        blocks.setdefault(stored.relative_path, []).append(Block(stored.offset + stored.length, checksums[part]))
-    Checksums(folder, blocks).write()
+    Checksums(folder, checksums).write()
 
 
 @dataclass(frozen=True, slots=True)

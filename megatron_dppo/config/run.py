@@ -38,10 +38,6 @@ class RunConfig(Section):
     and saved (run.checkpoint_every)."""
     checkpoint_in_background: bool = False
     """Write checkpoints while training goes on, from a copy of the state in host memory."""
-    checkpoint_durable: bool = True
-    """Wait until the disk itself has a checkpoint, its files and directories, before it counts. Without that, a
-    checkpoint survives whatever ends the run's processes all the same, and may take less time; but a power cut or a
-    crash of the machine may damage the last ones, which their checksums then tell."""
     late_s: Seconds = 120.0
     """Seconds that ranks wait for another one before the log names it, with the place in the code where it stands; all
     are named where none has moved for half of layout.timeout_s. Also seconds without progress in rollouts and

@@ -32,26 +32,21 @@ def slot_of(buffer: torch.Tensor, offset: int, tensor: torch.Tensor) -> torch.Te
     return buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def pinned_buffer(
-    size: int, device: torch.device, setting: str = "", value: object = "", *, remedy: str = "", shared: bool = False
-) -> torch.Tensor:
+def pinned_buffer(size: int, device: torch.device, setting: str, value: object, *, remedy: str = "") -> torch.Tensor:
     """Make [size] bytes, registered with CUDA if the device is one of CUDA's. The registration ends with the tensor.
 
-    Slots do not keep the registration: the caller keeps the buffer as long as its slots.
+    Forked processes do not have the memory, because the kernel would copy all of it at the fork. Slots do not keep the
+    registration: the caller keeps the buffer as long as its slots.
 
     Args:
         setting, value: that the error names.
         remedy: what else to do, besides giving more memory.
-        shared: whether a forked process reads the memory, as it is at each instant. Otherwise no forked process has
-            the memory: the kernel would copy all of the pinned memory at the fork.
 
     Raises:
         UserError: the host cannot pin so much.
     """
-    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
-    memory = mmap.mmap(-1, max(size, ALIGNMENT), flags=flags | mmap.MAP_ANONYMOUS)
-    if not shared:
-        memory.madvise(mmap.MADV_DONTFORK)
+    memory = mmap.mmap(-1, max(size, ALIGNMENT), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     if device.type == "cuda":
         cudart = torch.cuda.cudart()

@@ -14,7 +14,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_dppo.bridge.checkpoint_folder import (
     HF_FOLDER,
     TRACKER,
-    Block,
     Checksums,
+    FileChecksum,
     iteration_name,
     latest_checkpoint,
     refusing_damage,
@@ -57,7 +57,7 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
 from megatron_dppo.process.streams import tell
 from megatron_dppo.trainer.fingerprints import fingerprints
-from megatron_dppo.trainer.shard_writer import ShardWriter, Stage
+from megatron_dppo.trainer.shards import ShardSave
 from megatron_dppo.trainer.writer import FILES, Writer, read_state, write_state
 
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
@@ -65,9 +65,9 @@ _UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
 
 @dataclass(frozen=True, slots=True)
 class _Unfinished:
-    """A checkpoint of which the shards are on their way to the disk."""
+    """A checkpoint whose shards are being written."""
 
-    shards: ShardWriter
+    shards: ShardSave
     step: int
     trainer_state: dict[str, Any]
     needed: int
@@ -81,11 +81,10 @@ class Checkpoints:
     def __init__(self, config: Config, world: World) -> None:
         self._folder = Path(config.run.dir) / "checkpoints"
         self._source, self._keep, self._world = config.model.folder, config.run.keep_checkpoints, world
-        self._background, self._durable = config.run.checkpoint_in_background, config.run.checkpoint_durable
+        self._background = config.run.checkpoint_in_background
         self._dtype = config.model.torch_dtype
         self._writer = world.from_leader(lambda: Writer.of(config, choose_spec(config.model)))
         self._files = world.from_leader(lambda: fingerprints(config))
-        self._stage = Stage()
         self._unfinished: _Unfinished | None = None
 
     def save(
@@ -99,7 +98,7 @@ class Checkpoints:
     ) -> None:
         """Write everything that the steps after ``step`` depend on. Collective.
 
-        With ``run.checkpoint_in_background`` it is only begun; it counts from when it is finished.
+        With ``run.checkpoint_in_background`` the checkpoint counts only after :meth:`finish`.
 
         Args:
             actor: whose weights and optimizer state are written, each rank its shards.
@@ -118,23 +117,16 @@ class Checkpoints:
         with self._disk_errors(needed):
             state = _sharded_state(actor, self._writer, loading=False)
             limit_s = 0.9 * self._world.layout.timeout_s
-            shards = ShardWriter(
-                state,
-                partial,
-                background=self._background,
-                durable=self._durable,
-                limit_s=limit_s,
-                stage=self._stage,
-            )
+            shards = ShardSave(state, partial, self._world, background=self._background, limit_s=limit_s)
             if write_more is not None:
                 self._world.together(lambda: write_more(partial), what="part of the checkpoint")
         self._unfinished = _Unfinished(shards, step, trainer_state, needed, also_keep)
         if not self._background:
             self.finish()
 
-    def written(self) -> bool:
-        """Whether :meth:`finish` would not have to wait for this rank."""
-        return self._unfinished is None or self._unfinished.shards.written()
+    def is_written(self) -> bool:
+        """Whether :meth:`finish` does not have to wait for this rank."""
+        return self._unfinished is None or self._unfinished.shards.is_written()
 
     def finish(self) -> None:
         """Finish the checkpoint that is being written, if there is one, and let it count. Collective.
@@ -144,11 +136,11 @@ class Checkpoints:
         """
         if self._unfinished is None:
             return
-        of, self._unfinished = self._unfinished, None
-        with self._disk_errors(of.needed):
-            blocks = of.shards.finish()
-        files = {name: blocks for rank in self._world.gather(blocks) for name, blocks in rank.items()}
-        self._world.from_leader(lambda: self._put_in_place(of, files))
+        unfinished, self._unfinished = self._unfinished, None
+        with self._disk_errors(unfinished.needed):
+            checksums = unfinished.shards.finish()
+        of_all = {name: checksum for rank in self._world.gather(checksums) for name, checksum in rank.items()}
+        self._world.from_leader(lambda: self._put_in_place(unfinished, of_all))
 
     def load(self, actor: Actor) -> tuple[int, dict[str, Any]] | None:
         """Restore the last good checkpoint into ``actor``, written in whatever layout. Collective.
@@ -199,7 +191,7 @@ class Checkpoints:
         return place
 
     def _check(self, place: Path) -> None:
-        """Hold this rank's share of all blocks against the checksums."""
+        """Compare this rank's share of the files with their checksums."""
         with refusing_damage(place, "run.dir"):
             checksums = Checksums.read(place)
             if checksums is not None:
@@ -231,23 +223,23 @@ class Checkpoints:
             raise _disk_error(self._folder, f"{free / 2**20:.1f} MiB free, {needed / 2**20:.1f} MiB needed")
         partial.mkdir()
 
-    def _put_in_place(self, written: _Unfinished, shards: Mapping[str, Sequence[Block]]) -> None:
+    def _put_in_place(self, written: _Unfinished, checksums: Mapping[str, FileChecksum]) -> None:
         step, partial = written.step, written.shards.folder
         try:
             if not (hf := self._folder / HF_FOLDER).exists():  # and never a checkpoint without them
                 with replacing_directory(hf) as draft:
                     copy_config_and_tokenizer(self._source, draft, self._dtype)
-                    self._flush_tree(draft)
+                    _flush_tree(draft)
             _keep_common_state(partial)
             write_state(partial, {**written.trainer_state, FILES: self._files}, self._writer)
-            Checksums(partial, shards).write()
-            self._flush_tree(partial)
+            Checksums(partial, checksums).write()
+            _flush_tree(partial)
             partial.rename(self.path(step))
             with replacing_file(self._folder / TRACKER) as tracker:
                 tracker.write_text(f"{step}\n")
-                self._flush(tracker)
-                self._flush(self._folder)  # the checkpoint's name, before the tracker says it
-            self._flush(self._folder)
+                _flush(tracker)
+                _flush(self._folder)  # the checkpoint's name, before the tracker says it
+            _flush(self._folder)
         except OSError as error:
             raise _disk_error(self._folder, error) from error
         for number in [number for number in steps_in(self._folder) if number <= step][: -self._keep]:
@@ -255,17 +247,19 @@ class Checkpoints:
                 old = self.path(number)  # never half a checkpoint under a good name
                 _remove(old.rename(self._folder / f".{old.name}.old"))
 
-    def _flush(self, path: Path) -> None:
-        if self._durable:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
 
-    def _flush_tree(self, folder: Path) -> None:
-        for path in (*folder.rglob("*"), folder):
-            self._flush(path)
+def _flush(path: Path) -> None:
+    """Wait until the disk has a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flush_tree(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        _flush(path)
 
 
 def _keep_common_state(folder: Path) -> None:

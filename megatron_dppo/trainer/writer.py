@@ -195,9 +195,9 @@ def _as_typed(value: float | list[str]) -> str:
 
 
 def _parse(place: Path) -> dict[str, Any]:
-    if (checksums := Checksums.read(place)) is None:  # a run has never written one without
-        raise DamagedError(f"{CHECKSUMS} is missing, without which no damage would be noticed")
-    checksums.check_file(STATE)
+    if (checksums := Checksums.read(place)) is None:  # every run writes them
+        raise DamagedError(f"{CHECKSUMS} is missing, or is of an earlier version: damage would not be noticed")
+    checksums.check([STATE])
     try:
         state = json.loads((place / STATE).read_bytes())
         if not isinstance(state, dict):

@@ -12,7 +12,6 @@ from megatron_dppo.bridge.checkpoint_folder import (
     FORMAT,
     METADATA,
     TRACKER,
-    BlockWriter,
     Checksums,
     DamagedError,
     find_checkpoint,
@@ -64,17 +63,15 @@ SHARDS = "__0_0.distcp"
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """A file of three tensors and two small files, one of them in a folder."""
+    """Return a folder with a file of three tensors and two small files, one of them in a folder."""
     folder = tmp_path / "written"
     (folder / "rollouts").mkdir(parents=True)
-    file = BlockWriter(folder / SHARDS)
-    for tensor in TENSORS:
-        torch.save(tensor, file)
-        file.end_block()
-    file.close()
+    with (folder / SHARDS).open("wb") as file:
+        for tensor in TENSORS:
+            torch.save(tensor, file)
     (folder / "rollouts/step.npz").write_bytes(b"groups")
     (folder / "common.pt").write_bytes(b"common")
-    Checksums(folder, {SHARDS: file.blocks}).write()
+    Checksums(folder, {}).write()
     return folder
 
 
@@ -99,3 +96,8 @@ def test_damage_is_noticed_and_the_file_named(written: Path, tmp_path: Path, dam
                 read(copy).check()
             assert str(caught.value).startswith(name)
             shutil.rmtree(copy)
+
+
+def test_checksums_of_an_earlier_version_are_not_compared(written: Path) -> None:
+    (written / CHECKSUMS).write_text('{"format":1,"crc32":0,"files":{"common.pt":[[6,0]]}}')
+    assert Checksums.read(written) is None

@@ -28,7 +28,6 @@ from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout import decoding, local
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.trainer.checkpoint import Checkpoints
-from megatron_dppo.trainer.shard_writer import Stage
 from tests.rehearsal.cases import CASES, Case, config_of, write_policies
 from tests.steps import build, size_of, step_of_groups, weights_of
 
@@ -124,17 +123,6 @@ def multiply_host_and_device(mode: RehearsalMode, case: Case, policies: dict[str
         return {"product": torch.ones(2, device="cuda") * torch.ones(2)}
 
 
-def stage_tensors(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
-    """Return devices and sizes of a checkpoint's staged tensors, from the device and from the host."""
-    with mode:
-        empty, full = torch.empty((0, 3), device="cuda"), torch.empty((2, 3), device="cuda")
-        found = {}
-        for name, tensors in {"empty": [empty], "both": [empty, full, empty], "host": [torch.ones(1)]}.items():
-            ((_, _, (_, copies)),) = Stage().copy([("path", "name", ([], [(None, tensor) for tensor in tensors]))])
-            found[name] = [[copy.device.type, list(copy.shape)] for _, copy in copies]
-    return found
-
-
 def play_engine(mode: RehearsalMode, case: Case, policies: dict[str, Path]) -> dict[str, Any]:
     """Return waits of the local engine for six completions; each look of the host finds one that has ended."""
     policy = policies[case.policy]
@@ -178,7 +166,6 @@ def booked(mode: RehearsalMode) -> dict[str, Any]:
 
 WORK: dict[str, Callable[[RehearsalMode, Case, dict[str, Path]], dict[str, Any]]] = {
     "host tensor": multiply_host_and_device,
-    "staging": stage_tensors,
     "engine": play_engine,
 }
 """Work other than training steps."""

@@ -27,8 +27,16 @@ def in_background(folder: Path, layout: LayoutConfig, **settings: Any) -> Config
 
 
 AT_BIRTH: list[int] = []
-"""Signals that a child of this process sends itself as soon as it is forked: before its writer can be done."""
-os.register_at_fork(after_in_child=lambda: [os.kill(os.getpid(), each) for each in AT_BIRTH])
+"""Signals that a child of this process sends itself as soon as it is forked, before it can write; its own children
+do not."""
+
+
+def send_at_birth() -> None:
+    while AT_BIRTH:
+        os.kill(os.getpid(), AT_BIRTH.pop())
+
+
+os.register_at_fork(after_in_child=send_at_birth)
 
 
 def train_while_it_is_written(
@@ -55,7 +63,7 @@ def train_while_it_is_written(
         with pytest.raises((CheckpointException, RuntimeError), match=problem):
             checkpoints.finish()
     else:
-        assert not checkpoints.written()
+        assert not checkpoints.is_written()
         for child in psutil.Process().children():
             child.send_signal(signal.SIGCONT)
         checkpoints.finish()

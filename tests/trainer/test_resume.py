@@ -82,7 +82,7 @@ def test_run_without_checksums_is_not_resumed(saved: Path) -> None:
 CHANGED = """
 run.steps=2 run.checkpoint_every=2 run.keep_checkpoints=3 run.keep_best=false run.late_s=60 run.max_idle_steps=5
 run.length_gate=3 run.loggers=[] run.profile=[2] run.export=true run.checkpoint_in_background=true
-run.checkpoint_durable=false model.deterministic=true model.recompute=selective model.head_chunk_mib=8 model.spec=torch
+model.deterministic=true model.recompute=selective model.head_chunk_mib=8 model.spec=torch
 layout.timeout_s=300 optimizer.lr=5e-4 optimizer.schedule=cosine optimizer.min_lr=1e-5 optimizer.warmup_steps=1
 optimizer.clip_grad=0.5 optimizer.weight_decay=0.01 optimizer.beta1=0.8 optimizer.beta2=0.99 optimizer.eps=1e-7
 optimizer.offload=true optimizer.checkpoint_format=dp_reshardable eval.every=2 eval.problems=3 eval.samples=2
