@@ -21,13 +21,12 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 from importlib.machinery import ModuleSpec
-from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -218,26 +217,6 @@ def file_of(spec: str | None) -> Path | None:
         modules = [Path(folder, *where.split(".")) for folder in ("", *sys.path)] if where else []
         places = [place for module in modules for place in (module.with_suffix(".py"), module / "__init__.py")]
     return next((place for place in places if place.is_file()), None)
-
-
-def files_imported(file: Path) -> list[Path]:
-    """A file of Python and the files of its folder that it imports, also by way of each other. Nothing is run.
-
-    Of an installed package only the file itself: its folder holds all packages.
-    """
-    file = file.resolve()
-    if {"site-packages", "dist-packages"} & {*file.parts}:
-        return [file]
-    root, names = file.parent, [file.stem]
-    while (root / "__init__.py").is_file():  # of a package, whose modules import each other by dots
-        root, names = root.parent, [root.name, *names]
-    finder = ModuleFinder([str(root)])
-    with suppress(
-        OSError, SyntaxError, ValueError, RecursionError, ImportError
-    ):  # an import fails as well, and says why
-        finder.run_script(str(file)) if len(names) == 1 else finder.import_hook(".".join(names))
-    found = {Path(place) for module in finder.modules.values() if (place := getattr(module, "__file__", None))}
-    return [file, *sorted(other for other in found - {file} if other.is_relative_to(file.parent))]
 
 
 def source_of(function: Callable[..., Any]) -> str | None:

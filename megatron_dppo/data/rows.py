@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from difflib import get_close_matches
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -246,47 +245,6 @@ def _read_parquet(path: Path, setting: str) -> Iterator[Row]:
         raise _unreadable(table, path, setting) from error
     for number, values in enumerate(rows, 1):
         yield row_of_record(values, number, path, setting)
-
-
-ROW_DIGITS = 8
-
-
-def row_digests(file: Path, setting: str) -> str:
-    """The CRC-32 of each row of a file, ``ROW_DIGITS`` hexadecimal digits each.
-
-    Raises:
-        UserError, OSError, ValueError: the file cannot be opened, or is malformed.
-    """
-    texts: Iterator[str]
-    if file.suffix == ".parquet":
-        texts = map(repr, _cells_of_parquet(file))
-    elif file.suffix == ".json":
-        texts = (repr(row.values) for row in _read_json(file, setting))
-    else:
-        texts = (line.strip() for _, line in _lines(file, setting))
-    return "".join(f"{zlib.crc32(text.encode()):08x}" for text in texts)
-
-
-def _cells_of_parquet(file: Path) -> Iterator[tuple[Any, ...]]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as opened:
-        for batch in opened.iter_batches(2**14):
-            yield from zip(*map(_cells, batch.columns), strict=True)
-
-
-def _cells(column: Any) -> list[Any]:
-    """Something for each value, equal for equal values. ``to_pylist`` of nested columns takes ten times as long."""
-    from pyarrow import types
-
-    if types.is_struct(column.type):
-        return [*zip(*map(_cells, column.flatten()), strict=True)]
-    if types.is_list(column.type) or types.is_large_list(column.type):
-        values, ends = _cells(column.values), column.offsets.to_pylist()
-        return [values[start:end] for start, end in pairwise(ends)]
-    if types.is_string(column.type) or types.is_large_string(column.type):
-        return list(column.to_numpy(zero_copy_only=False))
-    return list(column.to_pylist())
 
 
 @dataclass(frozen=True, slots=True)

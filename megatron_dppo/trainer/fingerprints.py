@@ -4,19 +4,15 @@ A checkpoint keeps one dictionary from ``SETTING: FILE`` to a digest::
 
     {"data.train: train.jsonl": "5c1f09d2e0a7b3c4…", "model.path: model.safetensors": "91f0…", …}
 
-The digest of a data file is one CRC-32 for each row, so that an error can name the first row that differs. Rows of
-JSONL are compared as they are written, without white space around them. Files of weights are sampled, see
-:func:`weight_digests`; all other files are read whole.
-
-A user's function is known by its file and by the files of that folder which it imports. A function given from Python is
-known by its text::
+Files are read whole, but for files of weights, which are sampled: see :func:`weight_digests`. A function given from
+Python is compared by its text::
 
     {"reward.function: from Python": "my_reward 8d2f…"}
 
 Not covered:
 
-- modules that a function's file imports from other folders or by a computed name, and files that it opens;
-- what a function given from Python refers to, and such functions of which Python does not have the text;
+- modules that a function's file imports, and files that it opens;
+- names that a function given from Python refers to, and functions of which Python does not have the text;
 - the problems of reasoning-gym and of a verifiers environment, of which only versions are compared. An environment may
   draw other problems each time that it is loaded;
 - teachers behind a URL, whose servers change their addresses. A server names no digest of its weights.
@@ -38,12 +34,11 @@ from megatron_dppo.bridge.safetensors_files import stored_tensors
 from megatron_dppo.config import Config
 from megatron_dppo.data.examples import Source, sources_of
 from megatron_dppo.data.generators import GENERATORS, REASONING_GYM, VERIFIERS
-from megatron_dppo.data.rows import ROW_DIGITS, row_digests
 from megatron_dppo.data.stored import tokenizer_files
 from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import sources
 from megatron_dppo.hub import policy_folder
-from megatron_dppo.plugins import file_of, files_imported
+from megatron_dppo.plugins import file_of
 from megatron_dppo.process.files import file_digest, state_of
 
 FUNCTIONS = (
@@ -74,7 +69,7 @@ def fingerprints(config: Config, given: Mapping[str, str | None] | None = None) 
         UserError: a file is absent or cannot be read.
     """
     try:
-        found = {name: digest for setting, source in _data(config) for name, digest in _rows(setting, source)}
+        found = {name: digest for setting, source in _data(config) for name, digest in _of_source(setting, source)}
         if any(name.endswith(VERIFIERS) for name in found):
             name = config.data.verifiers.environment
             found[f"data.verifiers.environment: {name}"] = _environment(name)
@@ -107,11 +102,7 @@ def difference(name: str, before: str | None, now: str | None) -> str:
         return f"{name} was not there" if before is None else f"{name} is not there any more"
     if name.endswith(FROM_PYTHON):
         return f"{name.removesuffix(FROM_PYTHON)}{now.split()[0]}, given from Python, has changed"
-    if not name.startswith(("data.train", "data.rollouts", *HELD_OUT)) or name.endswith(tuple(RELEASES)):
-        return f"{name} has changed"
-    rows = range(0, max(len(before), len(now)), ROW_DIGITS)
-    first = next(at for at in rows if before[at : at + ROW_DIGITS] != now[at : at + ROW_DIGITS]) // ROW_DIGITS
-    return f"{name} has changed, and row {first + 1} is the first that differs"
+    return f"{name} has changed"
 
 
 def _functions(config: Config) -> Iterator[tuple[str, str]]:
@@ -145,9 +136,8 @@ def _function(spec: str, file: Path) -> Iterator[tuple[str, str]]:
     if file.with_suffix(PICKLED).is_file():
         text = file.with_suffix(TEXT)
         yield from _given(spec, text.read_text(encoding="utf-8") if text.is_file() else None)
-        return
-    for each in files_imported(file):
-        yield each.relative_to(file.resolve().parent).as_posix(), file_digest(each)
+    else:
+        yield file.name, file_digest(file)
 
 
 def _given(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
@@ -156,17 +146,12 @@ def _given(spec: str, text: str | None) -> Iterator[tuple[str, str]]:
         yield FROM_PYTHON, f"{spec.rpartition(':')[2]} {blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
-def _rows(setting: str, source: Source) -> Iterator[tuple[str, str]]:
+def _of_source(setting: str, source: Source) -> Iterator[tuple[str, str]]:
     if source.name in RELEASES:
         yield f"{setting}: {source.name}", version(RELEASES[source.name])
     elif source.name not in GENERATORS:  # arithmetic depends on settings alone
         for file in source.files():
-            yield f"{setting}: {file.name}", _of_rows(file, source.setting, *state_of(file))
-
-
-@cache
-def _of_rows(file: Path, setting: str, *state: int) -> str:
-    return row_digests(file, setting)
+            yield f"{setting}: {file.name}", file_digest(file)
 
 
 def _models(config: Config) -> Iterator[tuple[str, Path, str | None]]:

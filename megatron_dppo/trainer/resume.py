@@ -174,8 +174,8 @@ def changed_since(
 
 
 def _differs(file: Change) -> bool:
-    """Held-out problems are read or not as ``eval.problems`` has it, which may change. A module that a function's file
-    imports comes and goes with a change of that file."""
+    """Whether two digests are known and differ. Held-out problems may be read or not, as ``eval.problems`` says; of
+    some functions given from Python there is no text."""
     unknown = file.key.startswith((*HELD_OUT, *FUNCTIONS)) and None in (file.before, file.now)
     return bool(file.before != file.now) and not unknown
 

@@ -95,9 +95,9 @@ def train(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "file", "said", "prompts"),
     [
-        (reorder, "train.jsonl", "data.train[0]: train.jsonl has changed, and row 3 is the first that differs", True),
-        (relabel, "more.parquet", "data.train[1]: more.parquet has changed, and row 2 is the first that differs", True),
-        (shorten, "eval.json", "data.eval.held out: eval.json has changed, and row 4 is the first that differs", True),
+        (reorder, "train.jsonl", "data.train[0]: train.jsonl has changed", True),
+        (relabel, "more.parquet", "data.train[1]: more.parquet has changed", True),
+        (shorten, "eval.json", "data.eval.held out: eval.json has changed", True),
         (lengthen, "reward.py", "reward.function: reward.py has changed", False),
         (train, "policy/model.safetensors", "model.path: model.safetensors has changed", False),
         (lengthen, "policy/chat_template.jinja", "model.path: chat_template.jinja has changed", True),
@@ -141,24 +141,6 @@ def test_large_weights_are_sampled(tmp_path: Path) -> None:
             opened.write(b"x")
         seen.add(weight_digests(tmp_path, None)[file.name])
     assert len(seen) == 5
-
-
-@pytest.mark.parametrize("package", [False, True])
-def test_imports_of_a_functions_folder_are_compared(config: Config, tmp_path: Path, package: bool) -> None:
-    (tmp_path / "parts").mkdir()
-    own = ["parts/__init__.py", *(["__init__.py"] if package else [])]
-    for name in own:
-        (tmp_path / name).touch()
-    (tmp_path / "parts" / "scores.py").write_text(f"from {'..' * package}helper import half\n")
-    (tmp_path / "helper.py").write_text("half = 0.5\n")
-    (tmp_path / "alone.py").write_text("import json\n")
-    (tmp_path / "reward.py").write_text(f"import json, os.path\nfrom {'.' * package}parts.scores import half\n")
-    found = fingerprints(config)
-    names = {name.partition(": ")[2] for name in found if name.startswith("reward.function")}
-    assert names == {"reward.py", "parts/scores.py", "helper.py", *own}
-    (tmp_path / "helper.py").write_text("half = 0.25\n")
-    changed = {name for name, digest in fingerprints(config).items() if digest != found[name]}
-    assert changed == {"reward.function: helper.py"}
 
 
 def test_new_file_of_a_folder_of_prompts_is_named(config: Config, tmp_path: Path) -> None:
