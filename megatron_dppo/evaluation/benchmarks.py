@@ -15,6 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_dppo.config import Config, DataConfig, replace
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.rows import COLUMNS_IN_USE, Row, as_text, is_blank, read_rows
@@ -58,27 +60,10 @@ class Benchmark:
     """The reward function that judges its answers, whichever one trains the policy."""
 
 
-QWEN = "evaluation/data of QwenLM/Qwen2.5-Math on GitHub"
 BENCHMARKS = {
-    "gsm8k": Benchmark(
-        "grade-school word problems, the test split", 1319, ("gsm8k_test", "gsm8k", "gsm8k/test"),
-        "openai/grade-school-math on GitHub, openai/gsm8k on the Hugging Face hub", worked=True,
-    ),
-    "math500": Benchmark(
-        "500 problems of MATH's test split", 500, ("math500", "math500_test", "math500/test"),
-        "HuggingFaceH4/MATH-500 on the Hugging Face hub",
-    ),
-    "aime24": Benchmark("AIME 2024, I and II", 30, ("aime24", "aime24/test"), QWEN),
-    "minerva": Benchmark(
-        "science problems of MIT's open courses", 272, ("minerva_math", "minerva", "minerva_math/test"), QWEN,
-        label="solution", worked=True,
-    ),
-    "olympiadbench": Benchmark(
-        "olympiad problems in English, text only, with one answer that can be checked", 675,
-        ("olympiadbench", "olympiadbench/test"), QWEN, label="final_answer",
-    ),
-    "amc23": Benchmark("AMC 12 of 2023, A and B, without the choices", 40, ("amc23", "amc23/test"), QWEN),
-}  # fmt: skip
+    name: Benchmark(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    for name, fields in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items()
+}
 KNOWN = (*BENCHMARKS, *GENERATORS)
 """Names that ``eval.benchmarks`` accepts without a file."""
 

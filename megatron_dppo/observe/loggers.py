@@ -81,31 +81,55 @@ class TensorBoard:
 
 
 class _WeightsAndBiases:
-    """``wandb/``; uploaded as the run goes where there are credentials and WANDB_MODE does not say otherwise."""
+    """A run of Weights & Biases, or of Trackio, whose runs have the same methods.
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], run: str | None) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb
+    Args:
+        run: by which the library finds it again.
+        log: the library's object.
+        failed: arguments of ``finish`` for a run that did not reach its end.
+    """
 
-        known = "WANDB_MODE" in os.environ or wandb.login(prompt=False)
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=folder.name,
-            id=run,
-            resume="allow",
-            dir=folder,
-            mode=None if known else "offline",
-            config=dict(settings),
-            # The metadata are command lines and addresses, the console is what a rank prints.
-            settings=wandb.Settings(console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True),
-        )
-        self.run = self._run.id
+    def __init__(self, run: str, log: Any, failed: Mapping[str, int]) -> None:
+        self.run, self._log, self._failed = run, log, failed
 
     def write(self, step: int, row: Row) -> None:
-        self._run.log(dict(row), step=step)
+        self._log.log(dict(row), step=step)
 
     def close(self, *, finished: bool) -> None:
-        self._run.finish(exit_code=0 if finished else 1)
+        with contextlib.redirect_stdout(io.StringIO()):  # where a log is shown is printed at the end of a run
+            self._log.finish(**({} if finished else self._failed))
+
+
+def _open_wandb(folder: Path, settings: Mapping[str, Any], run: str | None) -> Sink:
+    """``wandb/``; rows are uploaded if there are credentials and WANDB_MODE does not say otherwise."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    known = "WANDB_MODE" in os.environ or wandb.login(prompt=False)
+    log = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=folder.name,
+        id=run,
+        resume="allow",
+        dir=folder,
+        mode=None if known else "offline",
+        config=dict(settings),
+        # The metadata are command lines and addresses, the console is what a rank prints.
+        settings=wandb.Settings(console="off", disable_git=True, save_code=False, silent=True, x_disable_meta=True),
+    )
+    return _WeightsAndBiases(log.id, log, {"exit_code": 1})
+
+
+def _open_trackio(folder: Path, settings: Mapping[str, Any], run: str | None) -> Sink:
+    """``trackio/``, or the folder, the Space or the server of Trackio's own variables."""
+    os.environ.setdefault("TRACKIO_DIR", str(folder.absolute() / "trackio"))
+    import trackio
+
+    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+    name = run or f"{folder.name}-{secrets.token_hex(3)}"  # Trackio finds a run by its name
+    with contextlib.redirect_stdout(io.StringIO()):
+        log = trackio.init(project, name, config=dict(settings), resume="allow", embed=False, auto_log_cpu=False)
+    return _WeightsAndBiases(name, log, {})
 
 
 class _MLflow:
@@ -147,32 +171,10 @@ class _MLflow:
         self._client.set_terminated(self.run, "FINISHED" if finished else "KILLED")
 
 
-class _Trackio:
-    """``trackio/``, or the folder, the Space or the server of Trackio's own variables."""
-
-    def __init__(self, folder: Path, settings: Mapping[str, Any], run: str | None) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(folder.absolute() / "trackio"))
-        import trackio
-
-        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-        self.run = run or f"{folder.name}-{secrets.token_hex(3)}"  # Trackio finds a run by its name
-        with contextlib.redirect_stdout(io.StringIO()):  # how to show it is for the end, and ours to say
-            self._run = trackio.init(
-                project, self.run, config=dict(settings), resume="allow", embed=False, auto_log_cpu=False
-            )
-
-    def write(self, step: int, row: Row) -> None:
-        self._run.log(dict(row), step=step)
-
-    def close(self, *, finished: bool) -> None:
-        with contextlib.redirect_stdout(io.StringIO()):
-            self._run.finish()
-
-
 _OPEN: Mapping[str, Callable[[Path, Mapping[str, Any], str | None], Sink]] = {
-    "wandb": _WeightsAndBiases,
+    "wandb": _open_wandb,
     "mlflow": _MLflow,
-    "trackio": _Trackio,
+    "trackio": _open_trackio,
 }
 """Makers of sinks, from a run's folder, its settings, and the run that is resumed there, if any."""
 

@@ -1,12 +1,11 @@
 """Standard output and error, and how far something is, as a bar there or a line now and then.
 
-A run goes on when nobody reads them any more, and terminals may have no more letters than ASCII. Long work also says
-that it moves, :func:`moved`, so that a watchdog can tell slow work from work that hangs.
+A run goes on when nobody reads them any more. Letters that a terminal lacks are escaped. Long work also says that it
+moves, :func:`moved`, so that a watchdog can tell slow work from work that hangs.
 """
 
 from __future__ import annotations
 
-import codecs
 import errno
 import io
 import logging
@@ -14,48 +13,19 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal, Protocol, TextIO
 
 from megatron_dppo.errors import printable
 
-IN_ASCII = {
-    "█": "#", "■": "#", "─": "-", "–": "-", "—": "-", "−": "-", "━": "-", "│": "|", "×": "x", "·": ".", "…": "...",
-    "⏎": "/", "→": "->", "✓": "+", "✗": "x", "‖": "||", "Δ": "d", "π": "pi", "’": "'",
-}  # fmt: skip
-"""ASCII replacements of printed signs."""
-PLAIN = "megatron_dppo.plain"
-COERCED = ("C.UTF-8", "C.utf8", "UTF-8")
-"""Python's values of LC_CTYPE in a C locale (PEP 538)."""
 
-
-def _plainly(error: UnicodeError) -> tuple[bytes, int]:
-    """Our signs in ASCII, anything else in the bytes of UTF-8, as files have it."""
-    assert isinstance(error, UnicodeEncodeError)
-    letters = error.object[error.start : error.end]
-    said = "".join(IN_ASCII.get(letter, letter) for letter in letters)
-    return said.encode("utf-8", errors="backslashreplace"), error.end
-
-
-codecs.register_error(PLAIN, _plainly)
-
-
-def speaks_ascii(environ: Mapping[str, str]) -> bool:
-    """Whether the locale is C or POSIX: ``LC_ALL`` says so, or else ``LC_CTYPE``, or else ``LANG``."""
-    ctype = environ.get("LC_CTYPE", "")
-    plain = environ.get("LC_ALL") or ("" if ctype in COERCED else ctype) or environ.get("LANG", "")
-    return plain in ("C", "POSIX")
-
-
-def speak_plainly() -> None:
-    """From now on, standard output and error have what the locale of the terminal can show."""
+def escape_unencodable() -> None:
+    """Escape letters that the encoding of standard output and error lacks, in place of an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            encoding = "ascii" if speaks_ascii(os.environ) else stream.encoding
-            if not encoding.lower().startswith("utf"):
-                stream.reconfigure(encoding=encoding, errors=PLAIN)
+            stream.reconfigure(errors="backslashreplace")
 
 
 class _Stream(io.FileIO):
@@ -143,10 +113,9 @@ def _outliving(stream: TextIO | None, descriptor: int) -> TextIO:
             return stream
         stream.flush()
     buffered = io.BufferedWriter(_Stream(descriptor))
-    encoding = "ascii" if speaks_ascii(os.environ) else getattr(stream, "encoding", None) or "utf-8"
-    errors = "backslashreplace" if encoding.lower().startswith("utf") else PLAIN
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     by_line = descriptor == 2 or os.isatty(descriptor)
-    return io.TextIOWrapper(buffered, encoding, errors=errors, line_buffering=by_line)
+    return io.TextIOWrapper(buffered, encoding, errors="backslashreplace", line_buffering=by_line)
 
 
 SAY_EVERY_S = 10.0
