@@ -8,7 +8,7 @@ from math import sqrt
 import numpy as np
 
 from megatron_dppo.evaluation.benchmarks import BY_SOURCE, TAKEN
-from megatron_dppo.report.parts import Chapter, Form, Note, Part, Plot, Plots, Table, titled
+from megatron_dppo.report.parts import Chapter, Form, Plot, Plots, Table, titled
 from megatron_dppo.report.plot import Line, line_plot, say
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.types import Floats
@@ -17,7 +17,7 @@ from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF
 Z = 1.959964
 """95% of a normal distribution lie within so many standard deviations."""
 Metrics = Sequence[tuple[str, str, str, Form]]
-"""Title, what is drawn, metric and form of each plot."""
+"""Title, what is measured, metric and form of each row."""
 SIGNS: Metrics = (
     ("Response length", "mean tokens of a completion", "rollout/response_len/mean", "number"),
     ("Cut off", "share of completions that reached the limit", "rollout/truncated_ratio", "share"),
@@ -76,15 +76,12 @@ def learning(runs: Sequence[RunRecord]) -> Chapter:
 
 
 def signs(runs: Sequence[RunRecord]) -> Chapter:
-    """Metrics that show early that a run goes wrong."""
-    plots = metric_plots(runs, SIGNS)
-    never = [title for title, _, key, _ in SIGNS if _only_zeros(runs, key)]
-    parts: list[Part] = [Plots([plot for plot in plots if not plot.empty and plot.title not in never])]
-    if never:
-        parts.append(Note(f"{', '.join(never)}: 0 at every step."))
+    """First, mean and last value of metrics that show early that a run goes wrong; loggers draw them."""
+    rows = [[f"{title}: {about}", *(_course(run, key, form) for run in runs)] for title, about, key, form in SIGNS]
+    measured = [row for row in rows if set(row[1:]) != {"–"}]
+    table = Table(["first → mean → last", *(run.name for run in runs)], measured)
     lead = "These show early that a run goes wrong: lengths collapse, the entropy nears zero, or gradients jump."
-    measured = any(not plot.empty for plot in plots)
-    return Chapter("signs", "Signs of health", lead, parts if measured else [], "No step has been recorded yet.")
+    return Chapter("signs", "Signs of health", lead, [table] if measured else [], "No step has been recorded yet.")
 
 
 def packs(runs: Sequence[RunRecord]) -> Chapter:
@@ -93,16 +90,10 @@ def packs(runs: Sequence[RunRecord]) -> Chapter:
         "Empty slots of a pack cost time and train nothing. Trainer and engine score the same tokens with the same "
         "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
-    about = "share of slots that hold a token"
-    fill = line_plot("Pack fill", about, [run.line("pack/fill") for run in runs], form="share", high=1.0)
-    plots = [plot for plot in (fill, _difference_plot(runs)) if not plot.empty]
-    parts: list[Part] = [Plots(plots), _difference_table(runs)] if plots else []
-    return Chapter("packs", "Packs, and agreement of trainer and engine", lead, parts, "Nothing was packed yet.")
-
-
-def metric_plots(runs: Sequence[RunRecord], metrics: Metrics) -> list[Plot]:
-    """One plot for each metric, empty where no run has measured it."""
-    return [line_plot(title, about, [run.line(key) for run in runs], form=form) for title, about, key, form in metrics]
+    measured = any(run.mean("pack/fill") is not None for run in runs)
+    parts = [_difference_table(runs)] if measured else []
+    title, nothing = "Packs, and agreement of trainer and engine", "Nothing was packed yet."
+    return Chapter("packs", title, lead, parts, nothing)
 
 
 def step_numbers(run: RunRecord) -> Floats:
@@ -125,11 +116,6 @@ def accuracy_plot(runs: Sequence[RunRecord], label: str = "step", positions: Pos
         lines.append(Line(run.name, run.colour, x, y, *bounds))
     about = "share of the held-out problems that were answered correctly"
     return line_plot("Held-out accuracy", about, lines, x_label=label, form="share", empty="no evaluation")
-
-
-def _only_zeros(runs: Sequence[RunRecord], key: str) -> bool:
-    values = np.concatenate([run.series(key)[1] for run in runs])
-    return bool(len(values)) and not values.any()
 
 
 def _over(run: RunRecord, key: str, positions: Positions) -> tuple[Floats, Floats]:
@@ -167,11 +153,12 @@ def _first_last(run: RunRecord, name: str) -> str:
     return f"{said} ({100 * low:.1f}–{100 * high:.1f})"
 
 
-def _difference_plot(runs: Sequence[RunRecord]) -> Plot:
-    lines = [run.line("train/rollout_logprob_abs_diff", noisy=False) for run in runs]
-    limits = [own for run in runs if (own := _limit(run))]
-    limit = (min(limits), f"limit {min(limits):g}") if limits else None
-    return line_plot("Trainer against engine", "mean |Δ log p| of a step's tokens", lines, log=True, limit=limit)
+def _course(run: RunRecord, key: str, form: Form) -> str:
+    """First, mean and last value; a dash if the run has none."""
+    values = run.series(key)[1]
+    if not len(values):
+        return "–"
+    return " → ".join(say(float(value), form) for value in (values[0], values.mean(), values[-1]))
 
 
 def _limit(run: RunRecord) -> float | None:
@@ -190,4 +177,5 @@ def _difference_table(runs: Sequence[RunRecord]) -> Table:
 
     fill = ["pack fill, mean", *(say(run.mean("pack/fill"), "share") for run in runs)]
     rows = [[what, *(figure(run, key, form) for run in runs)] for what, key, form in DIFFERENCES]
-    return Table(["", *(run.name for run in runs)], [fill, *rows])
+    limit = ["limit of mean |Δ log p|", *(say(_limit(run), "number") for run in runs)]
+    return Table(["", *(run.name for run in runs)], [fill, *rows, limit])

@@ -21,21 +21,13 @@ FATES = ("trained on", "pruned", "zero advantage", "not rolled out")
 
 
 def pruning(runs: Sequence[RunRecord]) -> Chapter:
-    """The shares that the runs kept, and their noise; then which answers each run kept, and why."""
+    """Which answers each run kept, and why, and the noise that it cost."""
     lead = (
         "An answer has a gradient where its group's rewards differ. An unbiased rule keeps each of these answers with "
         "a known probability, and weights those that it keeps so that the expected gradient stays the same."
     )
     parts: list[Part] = []
     measured = [run for run in runs if run.mean("prune/kept_token_fraction") is not None]
-    if measured:
-        plots = [
-            _shares("Prompts rolled out", "share of a step's candidates", "prune/kept_prompt_fraction", measured),
-            _shares("Tokens trained on", "share of those rolled out", "prune/kept_token_fraction", measured),
-        ]
-        if len(measured) > 1:  # of one run its parts are drawn below
-            plots.append(_inflation(measured))
-        parts.append(Plots(plots))
     for run in measured:
         plots = [tokens_plot(run), answers_plot(run), causes_plot(run), noise_plot(run)]
         plots += [reliability_plot(run), brier_plot(run)]
@@ -143,16 +135,6 @@ def _rules(run: RunRecord) -> str:
         words.append(f"{level} by {rule} (keep {keep}){biased}" if rule != "none" else f"{level} not pruned")
     text = "; ".join(words)
     return f"{text[0].upper()}{text[1:]}."
-
-
-def _shares(title: str, about: str, key: str, runs: Sequence[RunRecord]) -> Plot:
-    return line_plot(title, about, [run.line(key) for run in runs], form="share", low=0.0, high=1.02)
-
-
-def _inflation(runs: Sequence[RunRecord]) -> Plot:
-    lines = [run.line("prune/variance_inflation") for run in runs]
-    about, empty = "the gradient's variance over the full batch's, estimated", "not estimated: biased rules"
-    return line_plot("Noise that pruning adds", about, lines, form="times", low=1.0, empty=empty)
 
 
 def _cells(run: RunRecord, table: str) -> Floats:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.observe.timers import PHASES, breakdown, duration, saving
-from megatron_dppo.report.learning import Metrics, metric_plots, step_numbers
+from megatron_dppo.report.learning import step_numbers
 from megatron_dppo.report.parts import Bars, Chapter, Key, Note, Part, Plot, Plots, Segment, Table, titled
 from megatron_dppo.report.plot import Layer, say, stack_plot, usual_top
 from megatron_dppo.report.run import Record, RunRecord
@@ -22,13 +22,6 @@ from megatron_dppo.rl.intervals import student_t
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.resume import changes
 
-USAGE: Metrics = (
-    ("Waiting", "share of a step in which the trainer does not run the policy", "perf/wait_time_ratio", "share"),
-    ("Training rate", "TFLOPS of a rank during training", "perf/actor_train_tflops", "number"),
-    ("Share of the peak", "of a GPU's rate by its data sheet, during training", "perf/actor_train_peak_share", "share"),
-    ("GPU memory", "GiB, of the rank that held the most", "perf/gpu_memory_gib", "number"),
-    ("Host memory", "GiB in use, of the machine that used the most", "perf/host_memory_gib", "number"),
-)
 NAMES = (*PHASES.values(), "other")
 NARROWEST = 0.07
 """Share of the scale below which a part of a bar has no label within."""
@@ -43,7 +36,7 @@ COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERA
 
 
 def timing(runs: Sequence[RunRecord]) -> Chapter:
-    """Mean seconds by phase, in bars on one scale and in figures; then step by step, with the use of the machines."""
+    """Mean seconds by phase, in bars on one scale and in figures; then step by step."""
     layers = {run.name: _layers(run) for run in runs if run.steps}
     title = "Where a step's time goes"
     lead = "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and checkpoints are not in them."
@@ -56,7 +49,6 @@ def timing(runs: Sequence[RunRecord]) -> Chapter:
     key = [Key(f"phase-{phase}", phase) for phase in phases]
     top = max(usual_top(of) for of in layers.values())
     plots = [phase_plot(run, run.name, "seconds per step, by phase", top) for run in runs if run.name in layers]
-    plots += [plot for plot in metric_plots(runs, USAGE) if not plot.empty]
     return Chapter("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
 
 
