@@ -27,7 +27,7 @@ IMPORTED = (
     "pytest",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron_dppo.eval",
-    "megatron_dppo.report.pictures",
+    "megatron_dppo.report.render",
     "megatron_dppo.sft",
     "megatron_dppo.train",
     "tests.policies",

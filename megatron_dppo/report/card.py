@@ -20,8 +20,8 @@ from megatron_dppo.hub import is_id
 from megatron_dppo.models.shape import published
 from megatron_dppo.observe.metrics import summarise
 from megatron_dppo.observe.private import public
+from megatron_dppo.report.charts import say
 from megatron_dppo.report.learning import wilson
-from megatron_dppo.report.plot import say
 from megatron_dppo.report.run import Record, RunRecord, data_of, default_of
 from megatron_dppo.settings import settings, short
 from megatron_dppo.trainer.resume import PLACES

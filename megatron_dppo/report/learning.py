@@ -8,8 +8,8 @@ from math import sqrt
 import numpy as np
 
 from megatron_dppo.evaluation.benchmarks import BY_SOURCE, TAKEN
-from megatron_dppo.report.parts import Chapter, Form, Plot, Plots, Table, titled
-from megatron_dppo.report.plot import Line, line_plot, say
+from megatron_dppo.report.charts import Chart, Form, Line, line_chart, say, titled
+from megatron_dppo.report.parts import Chapter, Charts, Table
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF
@@ -59,7 +59,7 @@ def learning(runs: Sequence[RunRecord]) -> Chapter:
         ("time", f"{unit} in training steps", lambda run: _sum(run, time) / size),
     )
     parts = [
-        Plots([reward_plot(runs, label, positions), accuracy_plot(runs, label, positions)], axis=name)
+        Charts([reward_chart(runs, label, positions), accuracy_chart(runs, label, positions)], axis=name)
         for name, label, positions in axes
     ]
     lead = (
@@ -101,21 +101,21 @@ def step_numbers(run: RunRecord) -> Floats:
 
 
 @titled("Reward")
-def reward_plot(runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers) -> Plot:
+def reward_chart(runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers) -> Chart:
     key, about = "rollout/raw_reward", "mean over a step's completions"
     lines = [Line(run.name, run.colour, *_over(run, key, positions), noisy=True) for run in runs]
-    return line_plot("Reward", about, lines, x_label=label, empty="no rollouts")
+    return line_chart("Reward", about, lines, x_label=label, empty="no rollouts")
 
 
 @titled("Held-out accuracy")
-def accuracy_plot(runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers) -> Plot:
+def accuracy_chart(runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers) -> Chart:
     lines = []
     for run in runs:
         x, y = _over(run, "eval/accuracy", positions)
         bounds = np.array([wilson(share, run.held_out) for share in y]).T if run.held_out and len(y) else ()
         lines.append(Line(run.name, run.colour, x, y, *bounds))
     about = "share of the held-out problems that were answered correctly"
-    return line_plot("Held-out accuracy", about, lines, x_label=label, form="share", empty="no evaluation")
+    return line_chart("Held-out accuracy", about, lines, x_label=label, form="share", empty="no evaluation")
 
 
 def _over(run: RunRecord, key: str, positions: Positions) -> tuple[Floats, Floats]:

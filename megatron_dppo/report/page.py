@@ -22,9 +22,9 @@ from megatron_dppo.observe.console import PALETTE, SAME
 from megatron_dppo.observe.metrics import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
+from megatron_dppo.report.charts import Chart, failure, say, smoothed_at_ends
 from megatron_dppo.report.learning import learning, packs, signs, wilson
-from megatron_dppo.report.parts import Chapter, failure
-from megatron_dppo.report.plot import say, smoothed_at_ends
+from megatron_dppo.report.parts import Chapter
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import RunRecord, data_of, read_runs
 from megatron_dppo.report.tables import benchmarks, options, sample_answers
@@ -69,7 +69,7 @@ def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price
             partial.write_text(text, encoding="utf-8", errors="replace")
     print(f"report               {out}")
     if png is not None:
-        from megatron_dppo.report.pictures import draw_pictures
+        from megatron_dppo.report.render import draw_pictures
 
         with _writing("--png", png):
             png.mkdir(parents=True, exist_ok=True)
@@ -107,6 +107,7 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    environment.filters["drawn"] = _drawn
     return environment.from_string(text).render(
         runs=runs,
         headlines=[(run, *_or_why(partial(_headline, run), lambda why: (why, "", []))) for run in runs],
@@ -129,6 +130,21 @@ def _or_why(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
         return make()
     except Exception as error:  # what a damaged file holds
         return otherwise(failure(error))
+
+
+def _drawn(chart: Chart) -> Markup:
+    """Return a chart as SVG, or the reason for its absence."""
+    reason = chart.empty
+    if chart.draw is not None:
+        try:
+            from megatron_dppo.report.render import svg
+
+            return Markup(svg(chart))
+        except ModuleNotFoundError:
+            reason = "needs matplotlib: pip install matplotlib"
+        except Exception as error:  # because a file may be damaged
+            reason = failure(error)
+    return Markup('<p class="empty">{}</p>').format(reason)
 
 
 def _headline(run: RunRecord) -> tuple[str, str, list[Figure]]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_dppo.report.parts import Chapter, Form, Key, Mark, Part, Plot, Plots, titled
-from megatron_dppo.report.plot import Layer, Line, boxes, line_plot, stack_plot
+from megatron_dppo.observe.console import colour_of
+from megatron_dppo.report.charts import Chart, Form, Layer, Line, line_chart, stack_chart, tick, titled
+from megatron_dppo.report.parts import Chapter, Charts, Part
 from megatron_dppo.report.run import RunRecord
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES
 from megatron_dppo.rl.pruning.sampling import Rule
 from megatron_dppo.rl.types import Floats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 RULES: Mapping[str, Mapping[str, Rule[Any]]] = {"prompts": PROMPT_RULES, "completions": COMPLETION_RULES}
 CHANCES = ("never", "25%", "50%", "75%", "always")
@@ -29,9 +33,9 @@ def pruning(runs: Sequence[RunRecord]) -> Chapter:
     parts: list[Part] = []
     measured = [run for run in runs if run.mean("prune/kept_token_fraction") is not None]
     for run in measured:
-        plots = [tokens_plot(run), answers_plot(run), causes_plot(run), noise_plot(run)]
-        plots += [reliability_plot(run), brier_plot(run)]
-        parts.append(Plots([plot for plot in plots if not plot.empty], run.name, _rules(run)))
+        charts = [tokens_chart(run), answers_chart(run), causes_chart(run), noise_chart(run)]
+        charts += [reliability_chart(run), brier_chart(run)]
+        parts.append(Charts([chart for chart in charts if not chart.empty], run.name, _rules(run)))
     return Chapter("pruning", "What was pruned, and why", lead, parts, "No step of these runs says what was kept.")
 
 
@@ -41,59 +45,53 @@ def prunes(run: RunRecord) -> bool:
 
 
 @titled("Which answers are trained on")
-def answers_plot(run: RunRecord) -> Plot:
+def answers_chart(run: RunRecord) -> Chart:
     """Who is trained on, by the answer's group."""
     binary = all(row["binary"] for row in run.census)
     title, about = "Which answers are trained on", "probability, over all steps"
     cells = _cells(run, "by_group" if binary else "by_reward")
     if nothing := _nothing_pruned(cells):
-        return Plot(title, about, empty=nothing)
+        return Chart(title, about, empty=nothing)
     words = ("right", "wrong") if binary else ("above the mean", "below the mean")
     sides = zip((1.0, -1.0), ("good", "bad"), words, strict=True)
     lines = [Line(name, colour, *cells[cells[:, 1] == side][:, [0, 3]].T) for side, colour, name in sides]
     x_label = "accuracy of the answer's group" if binary else "reward, in deviations from the group's mean"
     x_form: Form = "share" if binary else "number"
-    return line_plot(title, about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02)
+    return line_chart(title, about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02)
 
 
-@titled("… and why")
-def causes_plot(run: RunRecord) -> Plot:
+@titled("Length and score")
+def causes_chart(run: RunRecord) -> Chart:
     """Who is trained on, by the answer's length and score: the colour tells the probability, the strength how many
     answers are there."""
-    title, about = "… and why", "score over the step's median, by length; stronger: more answers"
+    title, about = "Length and score", "score over the step's median, by length; stronger: more answers"
     cells = _cells(run, "by_cause")
     if nothing := _nothing_pruned(cells):
-        return Plot(title, about, empty=nothing)
+        return Chart(title, about, empty=nothing)
     x, y, count, chance = cells.T
-    wide, tall = (min(np.diff(np.unique(values)).min(initial=np.inf), 1.0) / 2 for values in (x, y))
-    left, right, bottom, top = x.min() - wide, x.max() + wide, y.min() - tall, y.max() + tall
-    across, up = right - left, top - bottom
-    sides = (x - wide - left) / across, (x + wide - left) / across, (y - tall - bottom) / up, (y + tall - bottom) / up
-    shapes = boxes(*sides)
+    width, height = (min(np.diff(np.unique(values)).min(initial=np.inf), 1.0) for values in (x, y))
     colours = np.round(4 * np.clip(chance, 0.0, 1.0)).astype(int)
-    strength = 0.25 + 0.75 * np.sqrt(count / count.max())
-    powers = range(int(np.ceil(left)), int(np.floor(right)) + 1, 1 + int(across // 7))
-    octaves = [power for power in range(-4, 5, 2) if bottom < power < top]
-    return Plot(
-        title,
-        about,
-        "tokens of the response",
-        x_ticks=[((power - left) / across, f"{2**power:,}" if power >= 0 else "") for power in powers],
-        y_ticks=[((p - bottom) / up, f"{2**p}×" if p >= 0 else f"1/{2**-p}") for p in octaves],
-        marks=[
-            Mark("fill", f"chance{colours[i]}", shapes[i : i + 1], opacity=float(strength[i])) for i in range(len(x))
-        ],
-        key=[Key(f"chance{i}", word) for i, word in enumerate(CHANCES)],
-        aloud=f"{title}, {about}",
-    )
+    strengths = 0.25 + 0.75 * np.sqrt(count / count.max())
+
+    def draw(axes: Axes) -> None:
+        for i, word in enumerate(CHANCES):
+            axes.plot([], [], "s", color=colour_of(f"chance{i}"), label=word)  # for the legend
+        fills = [(colour_of(f"chance{colour}"), strength) for colour, strength in zip(colours, strengths, strict=True)]
+        axes.bar(x, np.full(len(x), height), width, y - height / 2, color=fills, linewidth=0)
+        axes.set_xlabel("tokens of the response")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_formatter(lambda power, _: tick(2.0**power, "count"))
+        axes.yaxis.set_major_formatter(lambda power, _: f"{2.0**power:.3g}×")
+
+    return Chart(title, about, draw, description=f"{title}, {about}")
 
 
 @titled("Noise of the gradient")
-def noise_plot(run: RunRecord) -> Plot:
+def noise_chart(run: RunRecord) -> Chart:
     """Variance over the full batch's, by where it comes from."""
     title, about = "Noise of the gradient", "variance over the full batch's, as estimated for independent draws"
     if not prunes(run) or run.mean("prune/kept_token_fraction") is None:
-        return Plot(title, about, empty="no pruning")
+        return Chart(title, about, empty="no pruning")
     steps, by_prompts = run.series("prune/noise_share_prompts")
     _, by_completions = run.series("prune/noise_share_completions")
     sampling = np.maximum(1.0 - by_prompts - by_completions, 1e-9)
@@ -102,11 +100,11 @@ def noise_plot(run: RunRecord) -> Plot:
         Layer(name, f"noise{i}", share / sampling, f"{100 * share.mean():.0f}%" if len(share) else "")
         for i, (name, share) in enumerate(sources)
     ]
-    return stack_plot(title, about, steps, layers, form="times", empty="not estimated: the rule is biased")
+    return stack_chart(title, about, steps, layers, form="times", empty="not estimated: the rule is biased")
 
 
 @titled("Tokens of a step")
-def tokens_plot(run: RunRecord) -> Plot:
+def tokens_chart(run: RunRecord) -> Chart:
     """Prompt and response tokens: trained on, pruned, without a gradient, or not rolled out."""
     unseen = {row["step"]: row.get("prune/saved_tokens_prompts", 0.0) for row in run.rows}
     steps = np.array([row["step"] for row in run.census], dtype=np.float64)
@@ -121,7 +119,7 @@ def tokens_plot(run: RunRecord) -> Plot:
         if share > 0.0
     ]
     about = "by what became of them; those not rolled out are estimated"
-    return stack_plot("Tokens of a step", about, steps, layers, form="count", empty="no pruning")
+    return stack_chart("Tokens of a step", about, steps, layers, form="count", empty="no pruning")
 
 
 def _rules(run: RunRecord) -> str:
@@ -163,11 +161,11 @@ PREDICTORS: Mapping[str, tuple[str, str]] = {
 SOURCES = "predicted from a prompt's text, from its earlier visits, or by the mean of all prompts"
 
 
-@titled("What was foreseen")
-def reliability_plot(run: RunRecord) -> Plot:
+@titled("Predicted and observed")
+def reliability_chart(run: RunRecord) -> Chart:
     """Predicted against observed, in tenths of the prediction, over the whole run."""
     what = "right answers" if all(row["binary"] for row in run.census) else "groups whose rewards differ"
-    title = "What was foreseen"
+    title = "Predicted and observed"
     about = f"share of {what}, by the chance {SOURCES}; Brier scores"
     lines = [
         Line(f"{words}, {score:.3f}", colour, *cells.T)
@@ -176,7 +174,7 @@ def reliability_plot(run: RunRecord) -> Plot:
     ]
     if lines:
         lines.append(Line("as predicted", "pale", np.array([0.0, 1.0]), np.array([0.0, 1.0])))
-    return line_plot(
+    return line_chart(
         title,
         about,
         lines,
@@ -190,14 +188,14 @@ def reliability_plot(run: RunRecord) -> Plot:
 
 
 @titled("Error of predictions")
-def brier_plot(run: RunRecord) -> Plot:
+def brier_chart(run: RunRecord) -> Chart:
     """The squared error of each predictor over the steps."""
     lines = [
         Line(words, colour, *run.series(f"prune/brier_{name}"), noisy=True)
         for name, (words, colour) in PREDICTORS.items()
     ]
     about = f"mean squared distance from the share that was right, sampling's noise included; {SOURCES}"
-    return line_plot("Error of predictions", about, lines, low=0.0, empty="nothing was predicted")
+    return line_chart("Error of predictions", about, lines, low=0.0, empty="nothing was predicted")
 
 
 def _predicted(run: RunRecord, name: str) -> Floats:

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.metrics import FILE
 from megatron_dppo.observe.private import public_text
-from megatron_dppo.report.plot import Line
+from megatron_dppo.report.charts import Line
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.resume import Change, changes, read_history

@@ -14,9 +14,9 @@ import numpy as np
 
 from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.observe.timers import PHASES, breakdown, duration, saving
+from megatron_dppo.report.charts import Chart, Layer, say, stack_chart, titled, usual_top
 from megatron_dppo.report.learning import step_numbers
-from megatron_dppo.report.parts import Bars, Chapter, Key, Note, Part, Plot, Plots, Segment, Table, titled
-from megatron_dppo.report.plot import Layer, say, stack_plot, usual_top
+from megatron_dppo.report.parts import Bars, Chapter, Charts, Key, Note, Part, Segment, Table
 from megatron_dppo.report.run import Record, RunRecord
 from megatron_dppo.rl.intervals import student_t
 from megatron_dppo.settings import settings
@@ -48,14 +48,14 @@ def timing(runs: Sequence[RunRecord]) -> Chapter:
     bars = [(name, duration(sum(mean.values())), _segments(mean, phases, longest)) for name, mean in means.items()]
     key = [Key(f"phase-{phase}", phase) for phase in phases]
     top = max(usual_top(of) for of in layers.values())
-    plots = [phase_plot(run, run.name, "seconds per step, by phase", top) for run in runs if run.name in layers]
-    return Chapter("time", title, lead, [Bars(bars, key), _table(means, phases), Plots(plots)])
+    charts = [phase_chart(run, run.name, "seconds per step, by phase", top) for run in runs if run.name in layers]
+    return Chapter("time", title, lead, [Bars(bars, key), _table(means, phases), Charts(charts)])
 
 
 @titled("Seconds per step")
-def phase_plot(run: RunRecord, title: str, about: str, top: float | None = None) -> Plot:
+def phase_chart(run: RunRecord, title: str, about: str, top: float | None = None) -> Chart:
     """Seconds of each step, by phase; ``top`` is where the axis of seconds ends."""
-    return stack_plot(title, about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings")
+    return stack_chart(title, about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings")
 
 
 def _layers(run: RunRecord) -> list[Layer]:

@@ -158,7 +158,7 @@ class RunLogger:
             self._console.note(f"{what} could not be made ({type(error).__name__}: {error}); the run is complete")
 
     def _draw(self) -> None:
-        from megatron_dppo.report.pictures import draw_pictures  # matplotlib is slow to import, and one rank draws
+        from megatron_dppo.report.render import draw_pictures  # matplotlib is slow to import, and one rank draws
         from megatron_dppo.report.run import read_run
 
         draw_pictures(run := read_run(self._folder, self._folder.name), self._folder)

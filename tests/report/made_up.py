@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from megatron_dppo.config import Config, EvalConfig, PruningConfig, RunConfig
 from megatron_dppo.config.loss import CompletionPruningConfig, PromptPruningConfig
+from megatron_dppo.report.charts import Chart
 from megatron_dppo.settings import as_yaml
 from tests.observe.made_up import made_up_census, made_up_rows
 
@@ -42,3 +46,11 @@ def write_run(
 
 def write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def drawn_on_axes(chart: Chart) -> Axes:
+    """Draw a chart, and return the axes with what was drawn."""
+    axes: Axes = Figure().subplots()
+    assert chart.draw is not None
+    chart.draw(axes)
+    return axes

@@ -11,7 +11,7 @@ import pytest
 from megatron_dppo.report.page import report
 from tests.report.made_up import UNPRUNED, write_run
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.drawn]
 
 HOSTILE = "</pre><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -56,10 +56,6 @@ def opened(browser: Any, address: str, *, width: int = 1440, scheme: str = "ligh
 def test_page_is_quiet_and_as_wide_as_the_screen(browser: Any, address: str, width: int, scheme: str) -> None:
     page, said = opened(browser, address, width=width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    beyond = (
-        "[...document.querySelectorAll('.plot > span')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
-    )
-    assert page.evaluate(f"{beyond}.map(e => e.textContent)") == []
     assert said == []
 
 
@@ -81,10 +77,7 @@ def test_policy_blocks_foreign_scripts(browser: Any, address: str) -> None:
 def test_axis_is_switched_by_keyboard(browser: Any, address: str) -> None:
     page, _ = opened(browser, address)
     shown = "[...document.querySelectorAll('.plots[data-axis]')].filter(e => e.offsetHeight).map(e => e.dataset.axis)"
-    last = "[...document.querySelectorAll('.plots[data-axis]')].find(e => e.offsetHeight).querySelectorAll('.x')"
     assert page.evaluate(shown) == ["1"]
-    steps = page.evaluate(f"[...{last}].map(e => e.textContent)")
     page.focus("input[name=axis]")
     page.keyboard.press("ArrowRight")
     assert page.evaluate(shown) == ["2"]
-    assert page.evaluate(f"[...{last}].map(e => e.textContent)") != steps

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.report.page import page
-from megatron_dppo.report.pictures import draw_pictures
-from megatron_dppo.report.pruning import answers_plot
+from megatron_dppo.report.pruning import answers_chart
+from megatron_dppo.report.render import draw_pictures
 from megatron_dppo.report.run import read_run, read_runs
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer import run_logger
@@ -59,10 +59,11 @@ def test_skipped_lines_are_counted(tmp_path: Path) -> None:
     assert "2 of the lines of pruning.jsonl cannot be read, and are left out" in page(read_runs([run]))
 
 
+@pytest.mark.drawn
 def test_failed_chart_is_named_in_its_place(tmp_path: Path) -> None:
     run = read_run(whole(tmp_path / "run"), "run")
     object.__setattr__(run, "census", [{"step": 1}])
-    assert answers_plot(run).empty == "cannot be drawn: KeyError: 'binary'"
+    assert answers_chart(run).empty == "cannot be drawn: KeyError: 'binary'"
     assert "cannot be drawn: KeyError: &#39;pruned&#39;" in page([run])
     draw_pictures(run, tmp_path)
 
@@ -76,7 +77,7 @@ def test_failed_report_ends_no_run(
     log.add({"perf/step_time": 1.0})
     log.write(1)
     (tmp_path / "answers.jsonl").write_text("no answers\n")
-    monkeypatch.setattr("megatron_dppo.report.pictures.draw_pictures", lambda run, folder: {}["a chart"])
+    monkeypatch.setattr("megatron_dppo.report.render.draw_pictures", lambda run, folder: {}["a chart"])
     log.finish(run_logger.Best(0.5, 1))
     said = " ".join(capsys.readouterr().out.split())
     assert "the pictures could not be made (KeyError: 'a chart'); the run is complete" in said

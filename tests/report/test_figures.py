@@ -14,14 +14,14 @@ from hypothesis import given
 from scipy.special import stdtrit
 
 from megatron_dppo.observe.timers import duration
+from megatron_dppo.report.charts import say, thin
 from megatron_dppo.report.learning import learning, wilson
 from megatron_dppo.report.page import page
-from megatron_dppo.report.parts import Note, Plots
-from megatron_dppo.report.plot import say, thin
+from megatron_dppo.report.parts import Charts, Note
 from megatron_dppo.report.run import RunRecord, read_runs
 from megatron_dppo.report.timing import Race, cost, race, spent
 from megatron_dppo.rl.intervals import student_t
-from tests.report.made_up import write_lines, write_run
+from tests.report.made_up import drawn_on_axes, write_lines, write_run
 
 ROLLOUT_S, TRAIN_S, FIXED_S = 3e-4, 7e-4, 0.25
 """Of a machine whose seconds go with tokens."""
@@ -205,25 +205,27 @@ def test_wilson_interval_stays_within_0_and_1() -> None:
 
 def test_each_axis_places_the_same_values_elsewhere(tmp_path: Path) -> None:
     run = read_runs([write_run(tmp_path / "run", 6)])[0]
-    drawn = [part for part in learning([run]).parts if isinstance(part, Plots)]
-    lines = {part.axis: next(mark for mark in part.plots[1].marks if mark.x) for part in drawn}
-    assert len({mark.y for mark in lines.values()}) == 1
-    assert lines["steps"].x == "0 2 4 6"
-    assert lines["tokens generated"].x == "0 2000 4000 6000"
-    assert lines["tokens trained on"].x == "0 800 1600 2400"
-    assert lines["time"].x == "0 4 8 12"
+    parts = [part for part in learning([run]).parts if isinstance(part, Charts)]
+    lines = {part.axis: drawn_on_axes(part.charts[1]).lines[-1] for part in parts}
+    assert len({tuple(line.get_ydata()) for line in lines.values()}) == 1
+    assert {axis: list(line.get_xdata()) for axis, line in lines.items()} == {
+        "steps": [0, 2, 4, 6],
+        "tokens generated": [0, 2000, 4000, 6000],
+        "tokens trained on": [0, 800, 1600, 2400],
+        "time": [0, 4, 8, 12],
+    }
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(1, 50))
 def test_thinning_keeps_the_mean_and_the_extremes(values: list[float], most: int) -> None:
     y = np.array(values)
-    thinned = thin(np.arange(float(len(y))), y, most)
-    assert min(len(y), most // 2) <= len(thinned.x) <= most
-    assert thinned.low.min() == y.min() and thinned.high.max() == y.max()
-    assert (thinned.low <= thinned.mean + 1e-6).all() and (thinned.mean <= thinned.high + 1e-6).all()
-    assert (np.diff(thinned.x) > 0).all()
-    if len(y) % len(thinned.x) == 0:
-        assert thinned.mean.mean() == pytest.approx(y.mean(), abs=1e-6)
+    x, mean, least, greatest = thin(np.arange(float(len(y))), y, most)
+    assert min(len(y), most // 2) <= len(x) <= most
+    assert least.min() == y.min() and greatest.max() == y.max()
+    assert (least <= mean + 1e-6).all() and (mean <= greatest + 1e-6).all()
+    assert (np.diff(x) > 0).all()
+    if len(y) % len(x) == 0:
+        assert mean.mean() == pytest.approx(y.mean(), abs=1e-6)
 
 
 def test_numbers_and_times_are_short() -> None:

@@ -128,6 +128,7 @@ def test_biased_rule_is_shown_with_its_reason(tmp_path: Path) -> None:
     assert "completions by top_k (keep auto), biased: it drops the lowest |A|" in text
 
 
+@pytest.mark.drawn
 def test_page_requests_nothing(tmp_path: Path) -> None:
     text = page(read_runs([write_run(tmp_path / "run")]))
     shown = Elements(text)
@@ -140,6 +141,7 @@ def test_page_requests_nothing(tmp_path: Path) -> None:
 HOSTILE = "</pre></article></main><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7*7 }} \" onload='x'"
 
 
+@pytest.mark.drawn
 def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     answers = [{"prompt": HOSTILE, "answer": HOSTILE, "label": HOSTILE, "correct": True}]
     shown = write(write_run(tmp_path / "<b onclick=alert(3)>", answers=answers))
@@ -148,6 +150,7 @@ def test_hostile_text_is_escaped(tmp_path: Path) -> None:
     assert shown.text.count(HOSTILE) == 2 + 4  # the problem, its reference, and an answer of each evaluation
 
 
+@pytest.mark.drawn
 def test_run_without_measurements_has_a_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for name in ("metrics.jsonl", "pruning.jsonl", "answers.jsonl"):
@@ -260,13 +263,14 @@ def test_long_answers_keep_their_end(tmp_path: Path) -> None:
     assert "x" * 1000 not in shown.text
 
 
+@pytest.mark.drawn
 def test_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=10)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(11, 10_001):
             file.write(json.dumps(rows[-1] | {"step": step, "rollout/raw_reward": (step * 7919 % 1000) / 1000}) + "\n")
-    assert len(page(read_runs([run]))) < 500_000
+    assert len(page(read_runs([run]))) < 1_000_000
 
 
 def test_command_writes_page_and_pictures_without_torch(tmp_path: Path) -> None:

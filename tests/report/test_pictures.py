@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megatron_dppo.report.pictures import draw_pictures
+from megatron_dppo.report.render import draw_pictures
 from megatron_dppo.report.run import read_run
 from tests.commands import Command
 from tests.observe.made_up import made_up_census

@@ -42,7 +42,7 @@ def write_files(folder: Path, first: int) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("run") / "run"
-    with mock.patch("megatron_dppo.report.pictures.draw_pictures"):
+    with mock.patch("megatron_dppo.report.render.draw_pictures"):
         write_files(folder, 0)
         yield folder
 

@@ -1,0 +1,265 @@
+"""Charts of lines and of stacked layers, as functions that draw on matplotlib's axes. ``render.py`` calls them.
+
+This module does not import matplotlib, because ranks import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from math import ceil
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+
+import numpy as np
+
+from megatron_dppo.observe.console import colour_of
+from megatron_dppo.rl.types import Floats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Form = Literal["share", "number", "count", "times"]
+"""The kind of a number: a share of 1, written in percent; any number; a whole number; a factor."""
+MOST_POINTS = 240
+"""Most points of a line or of a stack; a chart is about 500 pixels wide."""
+MOST_LINES = 3
+"""A chart with more lines has no bands and no single values, which would hide each other."""
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing with its title."""
+
+    title: str
+    about: str
+    """Drawn quantity and unit."""
+    draw: Callable[[Axes], None] | None = None
+    empty: str = ""
+    """Text in place of the drawing, if there is nothing to draw."""
+    description: str = ""
+    """The drawing in words, for a reader who does not see it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One of several in a chart. All arrays [n]."""
+
+    name: str
+    colour: str
+    """A name in ``observe/console.py``; so in all charts."""
+    x: Floats
+    y: Floats
+    low: Floats | None = None
+    """Lower end of each point's interval, to ``high``."""
+    high: Floats | None = None
+    noisy: bool = False
+    """Whether to draw a centred mean over the values."""
+
+    @property
+    def drawn(self) -> Floats:
+        """[n], the values of the bold line: the own ones, or of a noisy line their centred mean."""
+        return smooth(self.y) if self.noisy else self.y
+
+    @property
+    def first(self) -> float:
+        """First value of the bold line."""
+        return float(self.drawn[0])
+
+    @property
+    def last(self) -> float:
+        """Last value of the bold line."""
+        return float(self.drawn[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One of several that are stacked."""
+
+    name: str
+    colour: str
+    values: Floats
+    """[n]"""
+    label: str = ""
+    """Text beside the name in the legend."""
+
+
+def line_chart(
+    title: str,
+    about: str,
+    lines: Sequence[Line],
+    *,
+    x_label: str = "step",
+    x_form: Form = "count",
+    form: Form = "number",
+    low: float | None = None,
+    high: float | None = None,
+    empty: str = "not measured",
+) -> Chart:
+    """Draw lines over one axis. The legend, or a single line's end, shows the last values.
+
+    Args:
+        lines: those without points are left out.
+        low, high: ends of the axis of values; None: as the values require.
+    """
+    lines = [line for line in lines if len(line.x)]
+    if not lines:
+        return Chart(title, about, empty=empty)
+
+    def draw(axes: Axes) -> None:
+        for line in lines:
+            label = f"{line.name} {say(line.last, form)}"
+            _draw_line(axes, line, label if len(lines) > 1 else "", bold_only=len(lines) > MOST_LINES)
+        axes.set_xlabel(x_label)
+        axes.set_ylim(low, high)
+        _write_ticks(axes.xaxis, x_form)
+        _write_ticks(axes.yaxis, form)
+        if len(lines) == 1:
+            colour = colour_of(lines[0].colour)
+            end = float(lines[0].x[-1]), lines[0].last
+            offset = {"xytext": (6, 0), "textcoords": "offset points"}
+            axes.annotate(say(end[1], form), end, **offset, color=colour, weight="bold", va="center")
+
+    courses = (f"{line.name} from {say(line.first, form)} to {say(line.last, form)}" for line in lines)
+    return Chart(title, about, draw, description=f"{title}, {about}: {'; '.join(courses)}")
+
+
+def stack_chart(
+    title: str,
+    about: str,
+    x: Floats,
+    layers: Sequence[Layer],
+    *,
+    form: Form,
+    top: float | None = None,
+    empty: str = "not measured",
+) -> Chart:
+    """Draw layers on top of each other, the first at the bottom.
+
+    Args:
+        x: steps, [n].
+        layers: of n values each.
+        top: end of the axis of values; None: :func:`usual_top` of these layers.
+    """
+    if not len(x):
+        return Chart(title, about, empty=empty)
+
+    def draw(axes: Axes) -> None:
+        thinned = [thin(x, layer.values, MOST_POINTS) for layer in layers]
+        end = usual_top(layers) if top is None else top
+        steps = thinned[0][0]
+        edges = np.concatenate([steps, [2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1.0]])
+        floor = np.zeros(len(edges))
+        for layer, (_, means, _, _) in zip(layers, thinned, strict=True):
+            ceiling = np.minimum(floor + np.append(means, means[-1]), end)
+            label = f"{layer.name} {layer.label}".rstrip()
+            colour = colour_of(layer.colour)
+            axes.fill_between(edges, floor, ceiling, step="post", color=colour, linewidth=0, label=label)
+            floor = ceiling
+        axes.set_xlabel("step")
+        axes.set_ylim(0.0, end)
+        _write_ticks(axes.xaxis, "count")
+        _write_ticks(axes.yaxis, form)
+
+    shares = "; ".join(f"{layer.name} {layer.label}" for layer in layers)
+    return Chart(title, about, draw, description=f"{title}, {about}: {shares}")
+
+
+def usual_top(layers: Sequence[Layer]) -> float:
+    """Top of a stack, with a little room, and without the few steps that are long: the first step often is."""
+    ends = np.sum([thin(layer.values, layer.values, MOST_POINTS)[1] for layer in layers], axis=0)
+    return 1.06 * float(np.quantile(ends, 0.98) if len(ends) > 20 else ends.max(initial=0.0)) or 1.0
+
+
+def titled(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]:
+    """Decorate a function that makes a chart: if it fails, the chart under this title shows the reason."""
+
+    def decorate(make: Callable[P, Chart]) -> Callable[P, Chart]:
+        @wraps(make)
+        def made(*args: P.args, **kwargs: P.kwargs) -> Chart:
+            try:
+                return make(*args, **kwargs)
+            except Exception as error:  # because a file may be damaged
+                return Chart(title, "", empty=failure(error))
+
+        return made
+
+    return decorate
+
+
+def failure(error: Exception) -> str:
+    """Why something cannot be shown, in one line of at most 100 characters."""
+    text = " ".join(str(error).split())
+    return f"cannot be drawn: {type(error).__name__}{text and ': '}{text:.60}"
+
+
+def _draw_line(axes: Axes, line: Line, label: str, *, bold_only: bool) -> None:
+    """Draw a line over its interval and its single values."""
+    colour = colour_of(line.colour)
+    x, y, least, greatest = thin(line.x, line.y, MOST_POINTS)
+    band = {"color": colour, "alpha": 0.14, "linewidth": 0}
+    if not bold_only and line.low is not None and line.high is not None:
+        axes.fill_between(x, thin(line.x, line.low, MOST_POINTS)[1], thin(line.x, line.high, MOST_POINTS)[1], **band)
+    if not bold_only and len(x) < len(line.x):
+        axes.fill_between(x, least, greatest, **band)
+    elif not bold_only and line.noisy:
+        axes.plot(x, y, color=colour, linewidth=1.0, alpha=0.35)
+    marker = "o" if len(x) == 1 or (len(x) < 30 and not line.noisy) else None
+    bold = smooth(y) if line.noisy else y
+    axes.plot(x, bold, color=colour, linewidth=2.0, marker=marker, markersize=5, label=label)
+
+
+def _write_ticks(axis: Any, form: Form) -> None:
+    """Write an axis's numbers in a form."""
+    if form == "count":
+        axis.get_major_locator().set_params(integer=True)
+    axis.set_major_formatter(lambda value, _: tick(value, form))
+
+
+def tick(value: float, form: Form) -> str:
+    """A number beside an axis: short, with letters for thousands and more."""
+    scaled, unit = {"share": (100.0 * value, "%"), "times": (value, "×")}.get(form, (value, ""))
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(scaled) >= max(size, 10_000):
+            return f"{scaled / size:.3g}{letter}"
+    return f"{round(scaled, 9):,.6g}{unit}".replace("-", "−")
+
+
+def say(value: float | None, form: Form) -> str:
+    """A number in running text; a dash where there is none."""
+    if value is None:
+        return "–"
+    if form == "share":
+        return f"{100 * value:.1f}%"
+    if form == "count":
+        return f"{value:,.0f}"
+    if form == "times":
+        return f"{value:.2f}×"
+    if value == 0.0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:.1e}".replace("e-0", "e-").replace("-", "−")
+
+
+def thin(x: Floats, y: Floats, most: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Mean x, and mean, least and greatest y of neighbours, so many that at most ``most`` points are left. [n] each."""
+    if len(x) <= most:
+        return x, y, y, y
+    starts = np.arange(0, len(x), ceil(len(x) / most))
+    counts = np.diff([*starts, len(x)])
+    positions, means = (np.add.reduceat(values, starts) / counts for values in (x, y))
+    return positions, means, np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+
+
+def smooth(values: Floats) -> Floats:
+    """A centred mean over a tenth of the line, narrower at its ends."""
+    ends = smoothed_at_ends(len(values))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    first, last = (np.clip(np.arange(len(values)) + by, 0, len(values)) for by in (1 - ends, ends))
+    smoothed: Floats = (sums[last] - sums[first]) / (last - first)
+    return smoothed
+
+
+def smoothed_at_ends(count: int) -> int:
+    """How many of ``count`` values the first and the last smoothed one are each a mean of."""
+    return min(count, max(1, count // 20) + 1)

@@ -1,0 +1,141 @@
+"""Charts as SVG in the page, and as PNG files of four charts each. This module alone imports matplotlib."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron_dppo.observe.console import PALETTE, colour_of
+from megatron_dppo.process.files import replacing_file
+from megatron_dppo.report.charts import Chart, Line, failure, line_chart, titled
+from megatron_dppo.report.learning import accuracy_chart, reward_chart
+from megatron_dppo.report.pruning import answers_chart, causes_chart, noise_chart, tokens_chart
+from megatron_dppo.report.run import RunRecord
+from megatron_dppo.report.timing import phase_chart
+
+INK, SOFT, RULE = colour_of("ink"), colour_of("soft"), colour_of("rule")
+STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans"],
+    "font.size": 10,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.labelcolor": SOFT,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.edgecolor": RULE,
+    "grid.color": RULE,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "svg.fonttype": "none",
+}
+ABOVE = 34
+"""Points between a chart and its title, for a legend of two rows."""
+
+
+def svg(chart: Chart) -> str:
+    """Return a chart as an SVG element, whose colours are the page's CSS variables.
+
+    Raises:
+        Exception: whatever drawing a damaged file's values raises.
+    """
+    assert chart.draw is not None
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": chart.title}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # because a font lacks some letters; the page's font draws them
+        figure = Figure(figsize=(5.6, 2.8))
+        axes = figure.subplots(gridspec_kw={"left": 0.11, "right": 0.9, "bottom": 0.18, "top": 0.84})
+        _draw(axes, chart)
+        data = io.StringIO()
+        empty = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(data, format="svg", transparent=True, metadata=empty)
+    text = data.getvalue()
+    unwanted = r' xmlns(:\w+)?="[^"]*"| (width|height)="[^"]*pt"| clip-path="[^"]*"'
+    text = re.sub(unwanted, "", text[text.index("<svg") :])
+    for name, (light, _) in PALETTE.items():
+        text = text.replace(light, f"var(--{name})")
+    return text
+
+
+def draw_pictures(run: RunRecord, folder: Path, *, prefix: str = "", title: str = "") -> None:
+    """Write ``progress.png``, on what was learned and where the time went, and ``pruning.png``, on what was kept, why,
+    and what it cost.
+
+    Args:
+        run: as far as it has come.
+        folder: of the pictures, each 1,760 pixels wide and replaced in one piece.
+        prefix: of the files' names.
+        title: a line above the charts.
+    """
+    seconds = phase_chart(run, "Seconds per step", "by phase, on the leading rank")
+    progress = [reward_chart([run]), accuracy_chart([run]), _kept(run), seconds]
+    _write_picture(progress, folder / f"{prefix}progress.png", title)
+    kept = [answers_chart(run), causes_chart(run), noise_chart(run), tokens_chart(run)]
+    _write_picture(kept, folder / f"{prefix}pruning.png", title)
+
+
+@titled("Kept by pruning, and packed")
+def _kept(run: RunRecord) -> Chart:
+    wanted = (
+        ("pack slots filled", "pack/fill", "slate"),
+        ("prompts rolled out", "prune/kept_prompt_fraction", "blue"),
+        ("tokens trained on", "prune/kept_token_fraction", "orange"),
+    )
+    lines = [Line(name, colour, *run.series(key)) for name, key, colour in wanted]
+    limits = {"low": 0.0, "high": 1.02}
+    return line_chart("Kept by pruning, and packed", "shares", lines, form="share", **limits, empty="no pruning")
+
+
+def _write_picture(charts: Sequence[Chart], out: Path, title: str) -> None:
+    """Draw four charts, two by two."""
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        figure = Figure(figsize=(11, 7.6), dpi=160, facecolor="white")
+        if title:
+            figure.suptitle(title, x=0.02, ha="left", fontsize=14, fontweight="bold")
+        sides = {"left": 0.07, "right": 0.94, "bottom": 0.08, "top": 0.83 if title else 0.88}
+        panels = figure.subplots(2, 2, gridspec_kw=sides | {"wspace": 0.25, "hspace": 0.65})
+        for axes, chart in zip(panels.flat, charts, strict=True):
+            axes.set_title(chart.title, loc="left", fontsize=12.5, fontweight="bold", pad=ABOVE + 16)
+            place = {"xytext": (0, ABOVE), "xycoords": "axes fraction", "textcoords": "offset points"}
+            axes.annotate(chart.about, (0, 1), **place, color=SOFT)
+            try:
+                _draw(axes, chart)
+            except Exception as error:  # because a file may be damaged
+                _write_empty(axes, failure(error))
+        with replacing_file(out) as partial:
+            figure.savefig(partial, format="png")
+
+
+def _draw(axes: Axes, chart: Chart) -> None:
+    if chart.draw is None:
+        _write_empty(axes, chart.empty)
+        return
+    chart.draw(axes)
+    axes.xaxis.label.set_horizontalalignment("right")
+    axes.xaxis.label.set_x(1.0)
+    for artist in axes.get_children():
+        artist.set_clip_on(False)  # because points lie at the ends of the axes
+    names = [label for label in axes.get_legend_handles_labels()[1] if label]
+    if names:
+        columns = 3 if max(map(len, names)) < 22 else 2
+        legend = {"ncols": columns, "frameon": False, "fontsize": 9, "borderaxespad": 0.3, "borderpad": 0.2}
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), handlelength=0.9, columnspacing=1.2, **legend)
+
+
+def _write_empty(axes: Axes, text: str) -> None:
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, ha="center", va="center", color=SOFT, fontstyle="italic", transform=axes.transAxes)
