@@ -60,10 +60,12 @@ class Benchmark:
     """The reward function that judges its answers, whichever one trains the policy."""
 
 
-BENCHMARKS = {
-    name: Benchmark(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
-    for name, fields in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items()
-}
+def _from_yaml(fields: dict[str, Any]) -> Benchmark:
+    return Benchmark(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+BENCHMARKS = {name: _from_yaml(fields) for name, fields in _TABLE.items()}
 KNOWN = (*BENCHMARKS, *GENERATORS)
 """Names that ``eval.benchmarks`` accepts without a file."""
 

@@ -118,7 +118,7 @@ def line_chart(
         if len(lines) == 1:
             colour = colour_of(lines[0].colour)
             end = float(lines[0].x[-1]), lines[0].last
-            offset = {"xytext": (6, 0), "textcoords": "offset points"}
+            offset: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points"}
             axes.annotate(say(end[1], form), end, **offset, color=colour, weight="bold", va="center")
 
     courses = (f"{line.name} from {say(line.first, form)} to {say(line.last, form)}" for line in lines)
@@ -198,7 +198,7 @@ def _draw_line(axes: Axes, line: Line, label: str, *, bold_only: bool) -> None:
     """Draw a line over its interval and its single values."""
     colour = colour_of(line.colour)
     x, y, least, greatest = thin(line.x, line.y, MOST_POINTS)
-    band = {"color": colour, "alpha": 0.14, "linewidth": 0}
+    band: dict[str, Any] = {"color": colour, "alpha": 0.14, "linewidth": 0}
     if not bold_only and line.low is not None and line.high is not None:
         axes.fill_between(x, thin(line.x, line.low, MOST_POINTS)[1], thin(line.x, line.high, MOST_POINTS)[1], **band)
     if not bold_only and len(x) < len(line.x):

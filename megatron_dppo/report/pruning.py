@@ -79,7 +79,8 @@ def causes_chart(run: RunRecord) -> Chart:
         fills = [(colour_of(f"chance{colour}"), strength) for colour, strength in zip(colours, strengths, strict=True)]
         axes.bar(x, np.full(len(x), height), width, y - height / 2, color=fills, linewidth=0)
         axes.set_xlabel("tokens of the response")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        locator: Any = axes.xaxis.get_major_locator()
+        locator.set_params(integer=True)
         axes.xaxis.set_major_formatter(lambda power, _: tick(2.0**power, "count"))
         axes.yaxis.set_major_formatter(lambda power, _: f"{2.0**power:.3g}×")
 

@@ -95,7 +95,7 @@ def _kept(run: RunRecord) -> Chart:
         ("tokens trained on", "prune/kept_token_fraction", "orange"),
     )
     lines = [Line(name, colour, *run.series(key)) for name, key, colour in wanted]
-    limits = {"low": 0.0, "high": 1.02}
+    limits: dict[str, Any] = {"low": 0.0, "high": 1.02}
     return line_chart("Kept by pruning, and packed", "shares", lines, form="share", **limits, empty="no pruning")
 
 
@@ -110,7 +110,7 @@ def _write_picture(charts: Sequence[Chart], out: Path, title: str) -> None:
         panels = figure.subplots(2, 2, gridspec_kw=sides | {"wspace": 0.25, "hspace": 0.65})
         for axes, chart in zip(panels.flat, charts, strict=True):
             axes.set_title(chart.title, loc="left", fontsize=12.5, fontweight="bold", pad=ABOVE + 16)
-            place = {"xytext": (0, ABOVE), "xycoords": "axes fraction", "textcoords": "offset points"}
+            place: dict[str, Any] = {"xytext": (0, ABOVE), "xycoords": "axes fraction", "textcoords": "offset points"}
             axes.annotate(chart.about, (0, 1), **place, color=SOFT)
             try:
                 _draw(axes, chart)
@@ -132,7 +132,13 @@ def _draw(axes: Axes, chart: Chart) -> None:
     names = [label for label in axes.get_legend_handles_labels()[1] if label]
     if names:
         columns = 3 if max(map(len, names)) < 22 else 2
-        legend = {"ncols": columns, "frameon": False, "fontsize": 9, "borderaxespad": 0.3, "borderpad": 0.2}
+        legend: dict[str, Any] = {
+            "ncols": columns,
+            "frameon": False,
+            "fontsize": 9,
+            "borderaxespad": 0.3,
+            "borderpad": 0.2,
+        }
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), handlelength=0.9, columnspacing=1.2, **legend)
 
 
