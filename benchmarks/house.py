@@ -4,9 +4,8 @@
 
 Rooms stand on floors, and imports go down or stay on a floor. ``circles`` counts the groups of files that import each
 other, ``upward_imports`` the imports from a lower floor to a higher one. A line of code is one that is neither blank
-nor a comment nor part of a docstring. ``package_code_lines_without_rehearse`` leaves out the room of the GPU's
-rehearsals, ``trainer_code_lines`` also those of ``BESIDE``. Docstrings are also those of attributes. Imports within
-functions count like all others.
+nor a comment nor part of a docstring. ``trainer_code_lines`` leaves out the rooms of ``BESIDE``. Docstrings are also
+those of attributes. Imports within functions count like all others.
 
 ``types_on_the_way`` counts the types that a prompt passes on its way to its gradient, by the annotations of a run with
 the local engine: dataclasses, named tuples, typed dicts, protocols with fields, and named tuple or dict types. A
@@ -41,12 +40,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("rollout",),
     ("evaluation",),
     ("trainer", "report"),
-    ("launch", "estimate", "compress", "rehearse", "doctor"),
+    ("launch", "estimate", "compress", "doctor"),
     ("train", "sft", "eval", "probe_tree", "probe_batch", "init", "export", "quickstart", "api", "cli", "__main__"),
 )
 """Rooms, from the ground floor up. A room is a folder of the package, or a file at its top."""
-REHEARSE = "megatron_dppo.rehearse"
-BESIDE = (REHEARSE, *(f"megatron_dppo.{room}" for room in ("compress", "rewards.math", "report", "estimate")))
+BESIDE = tuple(f"megatron_dppo.{room}" for room in ("compress", "rewards.math", "report", "estimate"))
 """Packages that the trainer does not need."""
 FIRST, LAST = f"{PACKAGE}.rl.types.Prompt", f"{PACKAGE}.models.actor.UpdateResult"
 STEP = ("rl", "rewards", "rollout", "models", "parallel", "trainer", "train")
@@ -224,7 +222,6 @@ def measure(root: Path = ROOT) -> dict[str, float]:
 
     return {
         "package_code_lines": code_lines(),
-        "package_code_lines_without_rehearse": code_lines(REHEARSE),
         "trainer_code_lines": code_lines(*BESIDE),
         "package_lines": sum(lengths),
         "benchmark_lines": sum(len(path.read_bytes().splitlines()) for path in (root / "benchmarks").glob("*.py")),

@@ -1,4 +1,4 @@
-"""``megatron-dppo rehearse`` on the published configurations: memory beside the plan, host waits, kernels, and the
+"""``python -m tests.rehearsal`` on the published configurations: memory beside the plan, host waits, kernels, and the
 share of the matrix rate at the rates that well-made kernels reach, if no gap lies between them."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEPT = (
 
 def rehearse(config: Path, overrides: list[str]) -> dict[str, object]:
     """The findings of a configuration; Transformer Engine's patches want a process of its own."""
-    command = [sys.executable, "-m", "megatron_dppo", "rehearse", str(config), *overrides, "--json"]
+    command = [sys.executable, "-m", "tests.rehearsal", str(config), *overrides, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 2) or not done.stdout:
         raise SystemExit(done.stderr)

@@ -41,7 +41,6 @@ COMMANDS = {
     "Plan": {
         "configs": "List the example configurations and Slurm scripts, or copy them.",
         "plan": "Estimate memory, time and cost of a run.",
-        "rehearse": "Run an update of one rank on a device that computes nothing: memory, kernels, host waits.",
         "doctor": "Print the installed packages and the hardware that runs will use.",
         "probe-batch": "Estimate whether a smaller batch would do, and how much to prune.",
         "probe-tree": "Estimate whether tree sampling would help, and where to branch.",
@@ -175,13 +174,9 @@ def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     """A command for CONFIG and overrides."""
-    if chosen.command in ("plan", "rehearse"):
+    if chosen.command == "plan":
         assumed = [word for word in words if word.startswith("assume.")]
-        config = _read([word for word in words if word not in assumed])
-        if chosen.command == "rehearse":
-            from megatron_dppo.rehearse.command import rehearse
-
-            return rehearse(config, assumed, rank=chosen.rank, stage=chosen.stage, json_wanted=chosen.json)
+        config = read_config([word for word in words if word not in assumed])
         from megatron_dppo.estimate.report import plan, plan_search
 
         if chosen.search or chosen.gpus is not None:
@@ -201,7 +196,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     if chosen.command == "probe-batch" and chosen.model:
         words = [*words, *model_settings(chosen.model)]
     checked = chosen.command in ("train", "sft") and chosen.check is not None
-    config = _read(words)
+    config = read_config(words)
     if chosen.print_config:
         print(as_yaml(config), end="")
         return 0
@@ -252,8 +247,8 @@ def _probe_batch(config: Config, words: Sequence[str], *, steps: int, as_json: b
     return run_again(["probe-batch", *words, f"--steps={steps}", *["--json"] * as_json], config, job)
 
 
-def _read(words: Sequence[str]) -> Config:
-    """CONFIG and overrides; CONFIG may be left out, and is the one word that is no ``a.b=c``."""
+def read_config(words: Sequence[str]) -> Config:
+    """Read CONFIG and overrides; CONFIG may be left out, and is the one word that is no ``a.b=c``."""
     files = [word for word in words if "=" not in word or _is_file(word)]
     if len(files) > 1:
         remedy = "Give one, and write overrides as section.setting=value"
@@ -308,7 +303,6 @@ def _add_options(parsers: Mapping[str, argparse.ArgumentParser], options_of: Seq
         _add_settings(command, parsers[command])
     add_eval_arguments(parsers["eval"])
     _add_plan_arguments(parsers["plan"])
-    _add_rehearse_arguments(parsers["rehearse"])
     report = parsers["report"]
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run (run.dir), or NAME=FOLDER")
     report.add_argument("--out", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
@@ -348,23 +342,10 @@ def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--at", metavar="A,…", help=what)
 
 
-def _add_rehearse_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_planned(parser)
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument("--rank", metavar="N", type=int, help="rank of the trainer")
-    what = "first rank of this pipeline stage (default: of the stage with the highest planned peak)"
-    one.add_argument("--stage", choices=("first", "last"), help=what)
-
-
-def _add_planned(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command about a run that is planned."""
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     what = "as for train; cluster.* describes the machines, assume.* the assumptions"
     parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_planned(parser)
     what = (
         "print the settings of the fastest and of the cheapest step that fit, GPUs for training and rollouts included"
     )

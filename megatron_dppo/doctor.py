@@ -14,7 +14,6 @@ from typing import Any, get_args
 from megatron_dppo import __version__
 from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.launch.start import usable_cores
-from megatron_dppo.rehearse.device import missing_parts
 from megatron_dppo.rollout.servers.launch import spec_of
 
 PACKAGES: dict[str, tuple[str, str]] = {
@@ -58,14 +57,12 @@ def _choices(installed: dict[str, str | None], *, on_gpu: bool) -> dict[str, str
     fused = "Transformer Engine" if engine else "Apex" if on_gpu and installed["Apex"] else None
     # Servers that a run can start without being told how.
     found = [kind for kind in get_args(ServerKind) if spec_of(kind).installed]
-    missing = missing_parts()
     return {
         "device": "CUDA over NCCL" if on_gpu else "CPU over gloo",
         "layers (model.spec auto)": "te for bf16, torch for fp32" if engine else "torch",
         "optimizer": f"fused Adam of {fused}" if fused else "Adam of torch",
         "rollouts (rollout.engine)": "local",
         "servers (rollout.launch)": ", ".join([*found, "those of rollout.launch.command and rollout.servers"]),
-        "rehearsals (megatron-dppo rehearse)": f"missing: {'; '.join(missing)}" if missing else "ready",
     }
 
 

@@ -76,7 +76,7 @@ def test_every_command_is_listed_and_stands_in_a_table(capsys: pytest.CaptureFix
     assert (ended.value.code, capsys.readouterr().out) == (0, alone)
     shown = re.findall(r"^  ([a-z-]+(?: [a-z-]+)?)  +[A-Z].*\.$", alone, re.MULTILINE)
     assert shown == [command for commands in COMMANDS.values() for command in commands]
-    assert {*shown} == {*RUNS, "serve", "rehearse"}
+    assert {*shown} == {*RUNS, "serve"}
 
 
 def test_a_warm_up_prints_twenty_rows(root: Path, tmp_path: Path) -> None:

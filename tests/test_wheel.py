@@ -111,7 +111,7 @@ def test_commands_without_an_extra_run(environment: Path, tmp_path: Path) -> Non
 def test_commands_that_lack_an_extra_name_its_origin(environment: Path, wheel: Path, tmp_path: Path) -> None:
     small = small_words(write_small_run(tmp_path), tmp_path / "run")
     install = re.escape(f"pip install 'megatron-dppo[cpu] @ {wheel.as_uri()}' ")
-    checks = (["train", *small, "--check"], ["eval", *small], ["rehearse", *small])
+    checks = (["train", *small, "--check"], ["eval", *small])
     for words in (["init", "policy"], ["train", *small], *checks):
         refused = finish(environment / "bin" / "megatron-dppo", *words, cwd=tmp_path)
         assert re.fullmatch(rf"error: \S+ is not installed: {install}.*\n", refused.stderr), words

@@ -1,6 +1,6 @@
 """Seconds of a pack's kernels and messages on one rank, by formula, at the rates that well-made kernels reach.
 
-Needs no torch. A :mod:`rehearsal <megatron_dppo.rehearse>` of the trainer with Transformer Engine found which kernels
+Needs no torch. A rehearsal (``tests/rehearsal``) of the trainer with Transformer Engine found which kernels
 there are, and ``tests/rehearsal/test_command.py`` compares their sums. Kernels follow each other without a gap, and no
 two overlap. Sizes are elements of ``model.dtype`` unless they are said to be bytes; *forward* and *backward* come in
 pairs.

@@ -82,9 +82,9 @@ ELSEWHERE = {
     ),
     r"mypy": ("scripts/lint.sh", "mypy"),
     r"source \.venv/bin/activate": ("scripts/quickstart.sh", "source $(printf"),
-    r"megatron-dppo rehearse configs/\S+\.yaml": (
+    r"python -m tests\.rehearsal (configs/\S+\.yaml|CONFIG)": (
         "tests/rehearsal/test_command.py",
-        '"megatron_dppo", "rehearse", CONFIG',
+        '"tests.rehearsal", CONFIG',
     ),
     r"python benchmarks/rehearsal\.py --json": ("tests/rehearsal/test_command.py", '"benchmarks/rehearsal.py"'),
     r"python benchmarks/gpu_step\.py --shapes 1\.7b --sync-debug --profile kernels\.txt": (

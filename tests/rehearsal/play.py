@@ -7,13 +7,13 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_dppo.rehearse.device import load_device
+from tests.rehearsal.device import load_device
 
 warnings.simplefilter("ignore")
 load_device()
 
-from megatron_dppo.rehearse.device import python_folder  # noqa: E402
-from megatron_dppo.rehearse.patches import prepare  # noqa: E402
+from tests.rehearsal.device import python_folder  # noqa: E402
+from tests.rehearsal.patches import prepare  # noqa: E402
 
 MODE = prepare(python_folder())
 

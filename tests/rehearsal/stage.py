@@ -19,16 +19,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron_dppo.models.policy_head_triton  # noqa: F401
 from megatron_dppo.config import Config
-from megatron_dppo.rehearse.dispatch import RehearsalMode
-from megatron_dppo.rehearse.patches import one_rank
-from megatron_dppo.rehearse.step import known_reads
-from megatron_dppo.rehearse.te_kernels import set_attention_pairs
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout import decoding, local
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from tests.rehearsal.cases import CASES, Case, config_of, write_policies
+from tests.rehearsal.dispatch import RehearsalMode
+from tests.rehearsal.patches import one_rank
+from tests.rehearsal.step import known_reads
+from tests.rehearsal.te_kernels import set_attention_pairs
 from tests.steps import build, size_of, step_of_groups, weights_of
 
 WIDTHS = {"bf16": 2, "fp32": 4}

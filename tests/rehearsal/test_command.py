@@ -1,4 +1,4 @@
-"""``megatron-dppo rehearse``, on a published policy, and its roofline."""
+"""``python -m tests.rehearsal``, on a published policy, and its roofline."""
 
 import dataclasses
 import json
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.cli import main
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PUBLISHED
-from megatron_dppo.rehearse.command import as_text
 from megatron_dppo.settings import load_config
 from tests.policies import trains
+from tests.rehearsal.__main__ import main
+from tests.rehearsal.command import as_text
 
 pytestmark = pytest.mark.xdist_group("rehearsal/test_command")
 
@@ -41,7 +41,7 @@ def run_in_root(*words: str) -> subprocess.CompletedProcess[str]:
 
 def rehearse(policy: Path, *words: str, code: int = 0) -> dict[str, Any]:
     """Return the findings of the command, which ends with an exit code."""
-    command = ["-m", "megatron_dppo", "rehearse", CONFIG, TWO_TRAIN, f"model.path={policy}", "--json", *words]
+    command = ["-m", "tests.rehearsal", CONFIG, TWO_TRAIN, f"model.path={policy}", "--json", *words]
     done = run_in_root(*command)
     assert done.returncode == code, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -143,5 +143,5 @@ def test_benchmark_names_each_configuration(tmp_path: Path) -> None:
 
 
 def test_rank_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rehearse", CONFIG, TWO_TRAIN, "--rank", "2"]) == 2
+    assert main([CONFIG, TWO_TRAIN, "--rank", "2"]) == 2
     assert "Give 0 to 1" in capsys.readouterr().err

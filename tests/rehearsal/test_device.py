@@ -6,8 +6,8 @@ import pytest
 import torch  # noqa: F401
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rehearse.device import build_device, missing_parts, python_folder
-from megatron_dppo.rehearse.transformer_engine import CompiledModule
+from tests.rehearsal.device import build_device, missing_parts, python_folder
+from tests.rehearsal.transformer_engine import CompiledModule
 
 
 @pytest.fixture(autouse=True)

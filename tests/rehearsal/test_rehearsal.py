@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.rehearse.device import VERSIONS
 from tests.rehearsal.cases import CASES, SHARE
+from tests.rehearsal.device import VERSIONS
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("kernels.json")

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megatron_dppo.rehearse.booking import Book, is_pinned, mark_pinned, place, tensor_bytes
+from tests.rehearsal.booking import Book, is_pinned, mark_pinned, place, tensor_bytes
 
 LARGEST = 1 << 21
 """Elements of the largest integer tensor that is remembered."""

@@ -129,7 +129,7 @@ def place() -> str:
 def _name_of(code: CodeType) -> str | None:
     path = code.co_filename
     start = max(path.rfind(part) for part in OUR_CODE)
-    if start < 0 or "megatron_dppo/rehearse/" in path:
+    if start < 0 or "tests/rehearsal/" in path:
         return None
     function = COMPREHENSION.sub("", code.co_qualname)
     return f"{path[start:]}:{function}"

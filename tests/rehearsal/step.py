@@ -23,15 +23,15 @@ from megatron_dppo.models.frozen import Reference
 from megatron_dppo.models.microbatch import Microbatch
 from megatron_dppo.parallel.layout import interleaved_packs
 from megatron_dppo.parallel.world import World, initialize
-from megatron_dppo.rehearse.booking import Allocation, Book, KernelLaunch
-from megatron_dppo.rehearse.dispatch import RehearsalMode
-from megatron_dppo.rehearse.patches import one_rank
-from megatron_dppo.rehearse.te_kernels import set_attention_pairs
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.packing import pack_sequences, packs_wanted
 from megatron_dppo.rl.types import Pack
 from megatron_dppo.trainer.functions import objective_of
 from megatron_dppo.trainer.learner import PolicyLoss, importance_cap
+from tests.rehearsal.booking import Allocation, Book, KernelLaunch
+from tests.rehearsal.dispatch import RehearsalMode
+from tests.rehearsal.patches import one_rank
+from tests.rehearsal.te_kernels import set_attention_pairs
 
 
 @contextmanager

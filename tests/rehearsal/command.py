@@ -1,4 +1,4 @@
-"""``megatron-dppo rehearse``: an update of a run on one rank of its layout, on a device that computes nothing.
+"""``python -m tests.rehearsal``: an update of a run on one rank of its layout, on a device that computes nothing.
 
 The findings stand beside the plan: bytes, counts, and seconds at the rates of ``estimate/kernels.py``."""
 
@@ -36,12 +36,12 @@ from megatron_dppo.estimate.memory import Memory, rank_memory, shape_of
 from megatron_dppo.estimate.time import head_flops, layer_flops
 from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.parallel.layout import layout_text
-from megatron_dppo.rehearse.device import load_device, python_folder
 from megatron_dppo.trainer.preflight import check_config
+from tests.rehearsal.device import load_device, python_folder
 
 if TYPE_CHECKING:  # these import torch
-    from megatron_dppo.rehearse.booking import KernelLaunch
-    from megatron_dppo.rehearse.step import Rehearsed
+    from tests.rehearsal.booking import KernelLaunch
+    from tests.rehearsal.step import Rehearsed
 
 Stage = Literal["first", "last"]
 
@@ -69,10 +69,10 @@ def rehearse(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real GPU must not answer in the device's place
     warnings.simplefilter("ignore")
     load_device()
-    from megatron_dppo.rehearse.patches import prepare
+    from tests.rehearsal.patches import prepare
 
     mode = prepare(python_folder())
-    from megatron_dppo.rehearse.step import play
+    from tests.rehearsal.step import play
 
     found = {"rank": chosen, **findings(setup, play(mode, setup, chosen))}
     found["took_s"] = round(time.monotonic() - began, 1)

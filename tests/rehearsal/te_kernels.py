@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.rehearse.booking import tensor_bytes
-from megatron_dppo.rehearse.dispatch import RehearsalMode, check_on_device
+from tests.rehearsal.booking import tensor_bytes
+from tests.rehearsal.dispatch import RehearsalMode, check_on_device
 
 Tensor = torch.Tensor
 TE_DTYPES = {0: torch.uint8, 2: torch.int32, 4: torch.float32, 5: torch.float16, 6: torch.bfloat16}

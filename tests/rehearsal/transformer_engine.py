@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 
-from megatron_dppo.rehearse.dispatch import RehearsalMode
-from megatron_dppo.rehearse.te_kernels import STAND_INS, StandInState
+from tests.rehearsal.dispatch import RehearsalMode
+from tests.rehearsal.te_kernels import STAND_INS, StandInState
 
 
 def _numbered(prefix: str, names: str) -> dict[str, int]:
@@ -100,7 +100,7 @@ class CompiledModule(ModuleType):
             raise AttributeError(name)
 
         def missing(*args: object, **kwargs: object) -> NoReturn:
-            raise NotImplementedError(f"{COMPILED}.{name} has no stand-in in megatron_dppo/rehearse/te_kernels.py")
+            raise NotImplementedError(f"{COMPILED}.{name} has no stand-in in tests/rehearsal/te_kernels.py")
 
         setattr(self, name, missing)
         return missing

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from megatron_dppo.rehearse.booking import Book, CudaRuntime, is_pinned, mark_pinned, tensor_bytes
-from megatron_dppo.rehearse.dispatch import RehearsalMode, check_on_device
-from megatron_dppo.rehearse.fla_kernels import import_linear_attention
-from megatron_dppo.rehearse.transformer_engine import import_transformer_engine
+from tests.rehearsal.booking import Book, CudaRuntime, is_pinned, mark_pinned, tensor_bytes
+from tests.rehearsal.dispatch import RehearsalMode, check_on_device
+from tests.rehearsal.fla_kernels import import_linear_attention
+from tests.rehearsal.transformer_engine import import_transformer_engine
 
 
 def prepare(te_folder: Path) -> RehearsalMode:

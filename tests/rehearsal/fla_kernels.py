@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.rehearse.te_kernels import Tensor, _empty, _like, _run
+from tests.rehearsal.te_kernels import Tensor, _empty, _like, _run
 
 CHUNK = 64
 """Tokens of a chunk."""
