@@ -118,6 +118,14 @@ def test_commands_that_lack_an_extra_name_its_origin(environment: Path, wheel: P
         assert refused.returncode == 2
 
 
+def test_rehearsal_without_torch_names_the_required_torch(environment: Path) -> None:
+    done = finish(environment / "bin" / "python", "-m", "tests.rehearsal", "configs/quickstart.yaml", cwd=REPOSITORY)
+    assert done.returncode == 2
+    assert re.match(r"error: torch = not installed\n  problem  a rehearsal requires torch>=2\S+, a CPU", done.stderr)
+    for name in ("megatron", "transformers"):
+        assert f"error: {name} = not installed" in done.stderr
+
+
 def test_the_quickstart_trains_without_the_checkout(environment: Path, tmp_path: Path) -> None:
     """All dependencies are those of the environment that runs this test."""
     paths = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}

@@ -21,7 +21,7 @@ from megatron_dppo.estimate.memory import (
     shared_ranks,
     vocabulary_rows,
 )
-from megatron_dppo.estimate.workload import MeanPack, Setup, mean_pack, packs_of
+from megatron_dppo.estimate.workload import MeanPack, Setup, mean_pack
 
 PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
 """Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s), streaming kernels, and
@@ -183,13 +183,6 @@ def reduction_seconds(setup: Setup, stage: int) -> float:
     tied = shape.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
     embedding = message_seconds(setup, PIPELINE, 4.0 * vocabulary_rows(setup) * shape.hidden) if tied else 0.0
     return embedding + sum(wire_seconds(setup, REPLICAS, ranks, moved * size) for ranks, size in groups)
-
-
-def update_seconds(setup: Setup, stage: int) -> tuple[float, float]:
-    """Seconds of an update's kernels and of its collectives on a rank of a pipeline stage, without waits."""
-    packs, one = packs_of(setup), stage_passes(setup)[stage].update
-    kernels = packs * one.kernels + optimizer_seconds(setup, stage)
-    return kernels, packs * (one.messages + one.exchange) + reduction_seconds(setup, stage)
 
 
 # Layers

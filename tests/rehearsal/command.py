@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_dppo.config import Config
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import MistakesError, UserError
 from megatron_dppo.estimate.assumptions import GIB, read_assumptions
 from megatron_dppo.estimate.kernels import (
     ATTENTION_BACKWARD,
@@ -28,16 +28,17 @@ from megatron_dppo.estimate.kernels import (
     REPLICAS,
     kernel_seconds,
     message_seconds,
+    optimizer_seconds,
+    reduction_seconds,
     stage_passes,
-    update_seconds,
     wire_seconds,
 )
 from megatron_dppo.estimate.memory import Memory, rank_memory, shape_of
 from megatron_dppo.estimate.time import head_flops, layer_flops
-from megatron_dppo.estimate.workload import Setup, place
+from megatron_dppo.estimate.workload import Setup, packs_of, place
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.trainer.preflight import check_config
-from tests.rehearsal.device import load_device, python_folder
+from tests.rehearsal.device import load_device, missing_parts, python_folder
 
 if TYPE_CHECKING:  # these import torch
     from tests.rehearsal.booking import KernelLaunch
@@ -59,9 +60,12 @@ def rehearse(
         json_wanted: print one JSON object.
 
     Raises:
-        UserError: as for ``plan``; the rank does not exist; g++ or Transformer Engine's Python is missing.
+        UserError: as for ``plan``; the rank does not exist.
+        MistakesError: packages, g++ or Transformer Engine's Python are missing.
     """
     began = time.monotonic()
+    if missing := missing_parts():
+        raise MistakesError(missing)
     check_config(config)
     shape = shape_of(config.model.path)
     setup = Setup(config, shape, place(config, shape), read_assumptions(assumed))
@@ -177,6 +181,13 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
         "host_waits_of_log_probabilities": dict(played.scored.waits),
         "largest": [{"cost": kind, "lower": setting_for(kind, setup.config)} for kind in list(update)[:3]],
     }
+
+
+def update_seconds(setup: Setup, stage: int) -> tuple[float, float]:
+    """Return planned seconds of an update's kernels and of its collectives on a rank of a stage, without waits."""
+    packs, one = packs_of(setup), stage_passes(setup)[stage].update
+    kernels = packs * one.kernels + optimizer_seconds(setup, stage)
+    return kernels, packs * (one.messages + one.exchange) + reduction_seconds(setup, stage)
 
 
 def useful_seconds(setup: Setup, played: Rehearsed) -> float:

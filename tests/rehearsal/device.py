@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -51,16 +52,34 @@ def _installed_version() -> str | None:
         return None
 
 
-def missing_parts() -> list[str]:
-    """Missing requirements, with the way to get each."""
-    missing = [] if shutil.which("g++") else ["g++ (install it)"]
-    if importlib.util.find_spec("torch") is None:
-        missing.append(f"torch ({install_command('cpu')})")
-    try:
-        python_folder()
-    except UserError as error:
-        missing.append(f"{error.problem} ({error.remedy})")
+def missing_parts() -> list[UserError]:
+    """Missing requirements, each with its remedy: torch, the rest of the extra ``train``, g++, Transformer Engine."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    extra = project["project"]["optional-dependencies"]["train"]
+    torch = next(each for each in extra if each.startswith("torch"))
+    needed = {"torch": f"a rehearsal requires {torch}, a CPU build"}
+    needed |= dict.fromkeys(("megatron", "transformers"), "a rehearsal runs the trainer, which requires it")
+    remedy = f"run {install_command('cpu')}"
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    missing = [UserError(name, "not installed", needed[name], remedy) for name in absent]
+    for find in (find_compiler, python_folder):
+        try:
+            find()
+        except UserError as error:
+            missing.append(error)
     return missing
+
+
+def find_compiler() -> str:
+    """Return the path of g++.
+
+    Raises:
+        UserError: g++ is not installed.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise UserError("g++", "not installed", "a rehearsal compiles a small C++ file", "install g++")
+    return compiler
 
 
 SOURCE = Path(__file__).with_name("device.cpp")
@@ -102,9 +121,7 @@ def build_device() -> Path:
     library = library_of(torch_folder)
     if library.exists():
         return library
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise UserError("g++", "", "a rehearsal compiles a small C++ file", "install g++")
+    compiler = find_compiler()
     library.parent.mkdir(parents=True, exist_ok=True)
     draft = library.with_suffix(f".{os.getpid()}")
     command = [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}", str(SOURCE)]

@@ -21,7 +21,7 @@ def test_missing_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         build_device()
     with pytest.raises(UserError, match=r"install_te_python\.sh"):
         python_folder()
-    compiler, te = missing_parts()
+    compiler, te = map(str, missing_parts())
     assert "g++" in compiler
     assert "install_te_python.sh" in te
 
