@@ -165,7 +165,6 @@ def rows_of(stage: Stage, objective: str, draws: int) -> Iterator[Row]:
     window, norms = Window(stage, objective), stage.unit_norms
     told = {
         "neyman": None,
-        "neyman, head": dataclasses.replace(stage.metadata, score_norms=stage.head_score_norms),
         "neyman, advantage": dataclasses.replace(stage.metadata, score_norms=np.ones_like(norms)),
         "neyman, true norms": dataclasses.replace(stage.metadata, score_norms=norms),
     }
@@ -222,8 +221,8 @@ def correlations(stage: Stage, *, weighed: bool) -> dict[str, float]:
     metadata = stage.metadata
     live = np.ptp(metadata.rewards, axis=1) > 0.0
     lengths = metadata.response_lengths.astype(np.float64)
-    proxies = {"engine": metadata.score_norms, "head": stage.head_score_norms}
-    proxies |= {"advantage": np.ones_like(lengths)} if weighed else {"√length": np.sqrt(lengths)}
+    plain = {"advantage": np.ones_like(lengths)} if weighed else {"√length": np.sqrt(lengths)}
+    proxies = {"engine": metadata.score_norms, **plain}
     share = np.abs(group_advantages(metadata.rewards, normalise=True)) / lengths if weighed else np.ones_like(lengths)
     norms = (share * stage.unit_norms)[live].ravel()
     return {name: float(np.corrcoef(norms, (share * proxy)[live].ravel())[0, 1]) for name, proxy in proxies.items()}

@@ -91,8 +91,6 @@ class Stage:
     name: str
     step: int
     metadata: StepMetadata
-    head_score_norms: Floats
-    """[N, G], √Σ_t ‖e_t − p_t‖² by the policy head."""
     unit_gram: Floats
     """[n, n], inner products of the gradients of Σ_t log p_t, of every ``Task.stride``-th coordinate; 0 for completions
     of groups of equal rewards, whose advantage is 0. On-policy every objective's g_i is A_i times that gradient."""
@@ -192,5 +190,4 @@ def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1, strid
     products = np.zeros((metadata.rewards.size, metadata.rewards.size))
     if len(live):
         products[np.ix_(live, live)] = gram(gradients(actor, [Microbatch(packs[i]) for i in live], loss, stride))
-    score_norms = np.array(actor.score_norms(packs), np.float64).reshape(metadata.rewards.shape)
-    return Stage(name, trainer.step, metadata, score_norms, products)
+    return Stage(name, trainer.step, metadata, products)

@@ -312,10 +312,8 @@ class _BatchProbe:
         config = choose_sharing(parts.config, parts.shape)
         one, two = (replace(config, loss=replace(config.loss, updates_per_rollout=count)) for count in (1, 2))
         with timers("plan"):
-            whole = parts.world.from_leader(lambda: plan_with(metadata, one))
-        halves = parts.world.from_leader(lambda: plan_with(metadata, two))
-        if parts.config.pruning.completions.score == "head":
-            metadata = self._learner.measure_score_norms(metadata, whole, rollouts.held)
+            whole = parts.world.from_leader(lambda: plan_with(one))
+        halves = parts.world.from_leader(lambda: plan_with(two))
         fixed = sum(timers.take().values())
         squares, trained = [], []
         for minibatch in (*whole.minibatches, *halves.minibatches):

@@ -29,7 +29,7 @@ from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.process import lifetime
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.packing import CostModel
-from megatron_dppo.rl.plan import plan_step, unpruned
+from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts, read_in_flight, write_in_flight
@@ -192,12 +192,9 @@ class Trainer:
         prompts for what packs share."""
         config, metadata = choose_sharing(self.config, self.policy.shape), rollouts.metadata
         plan_with = planner(self.policy, self.pool, metadata, self.step)
-        if self.config.pruning.completions.score == "head":
-            everything = self.world.from_leader(lambda: plan_with(metadata, unpruned(config)))
-            metadata = self.learner.measure_score_norms(metadata, everything, rollouts.held)
 
         def decide() -> StepPlan:
-            plan = plan_with(metadata, config)
+            plan = plan_with(config)
             inflation = plan.metrics.get("prune/variance_inflation", 1.0)
             return self.sampler.remember(metadata, inflation).added_to(plan)
 
@@ -275,13 +272,13 @@ class Trainer:
 
 def planner(
     parts: PolicyParts[Actor], pool: PromptPool, metadata: StepMetadata, step: int
-) -> Callable[[StepMetadata, Config], StepPlan]:
-    """``plan_step`` for the groups of a step on these ranks, counted from 0; it takes their metadata and a
-    configuration. Only the leader may call it."""
+) -> Callable[[Config], StepPlan]:
+    """Return ``plan_step`` of a configuration for a step's groups on these ranks. Only the leader may call it."""
     config, world = choose_sharing(parts.config, parts.shape), parts.world
     shares = world.leads and config.pack.share_prefixes != "off"
     return partial(
         plan_step,
+        metadata,
         replicas=world.dp,
         align=config.layout.row_multiple,
         capacity_multiple=world.capacity_multiple(config.layout, config.pack.max_tokens),

@@ -210,10 +210,9 @@ class CompletionPruningConfig(Section):
     threshold_deterministic: 1 − r, the chance or share of the low-scored ones. ``auto``: under neyman at each step the
     share at which the gradient's estimated variance times the step's tokens, generated and trained on, is least; 0.5
     under other rules."""
-    score: Literal["engine", "head", "advantage"] = "engine"
+    score: Literal["engine", "advantage"] = "engine"
     """Proxy in neyman for a completion's gradient norm. ``engine``: the advantage times √Σ(1 − p)² of the tokens'
-    rollout probabilities p, for free; ``head``: times the policy head's exact score norms, which costs a forward pass
-    over all rollouts; ``advantage``: the advantage alone, for engines without log-probabilities."""
+    rollout probabilities p, for free; ``advantage``: the advantage alone, for engines without log-probabilities."""
     draw: Literal["systematic", "bernoulli"] | None = None
     """As at the level of prompts; null: the rule's own (threshold by themselves, neyman systematic)."""
     normaliser: Literal["full", "kept"] = "full"

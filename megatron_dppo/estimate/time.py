@@ -104,9 +104,7 @@ def trainer_phases(setup: Setup) -> dict[str, float]:
     train = slowest(each.update for each in through).times(packs / setup.assume.busy_share)
     forward = _scoring(setup, through, packs)
     teachers = [replace(setup, shape=shape_of(teacher)) for teacher in config.loss.distillation.models]
-    seen = work.seen / work.trained if work.trained else 0.0
     return {
-        "score norms": forward * seen if config.pruning.completions.score == "head" else 0.0,
         "old log-probabilities": forward if work.updates > 1 else 0.0,
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
         # as if each had sequences in all packs

@@ -203,8 +203,6 @@ class Work:
     """Tokens of their sequence, mean over those trained on; they see half of it."""
     responses: float
     """Tokens trained on, without prompts."""
-    seen: float
-    """Tokens rolled out, with the prompt of each completion."""
     updates: int
 
 
@@ -246,7 +244,6 @@ def work_of(setup: Setup) -> Work:
         trained=alone - shared,
         context=pairs / (alone - shared) if alone else prompt + setup.lengths.typical,
         responses=kept * samples * mean,
-        seen=completions * (prompt + mean),
         updates=config.loss.updates_per_rollout,
     )
 

@@ -101,20 +101,22 @@ class Policy:
         """Parameters of all chunks."""
         return chain.from_iterable(chunk.parameters() for chunk in self.chunks)
 
+    @torch.no_grad()
     def log_probabilities(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
         """[R] float32 for each pack on the ranks of the last stage, None elsewhere. Collective over the replica."""
-        return self._measure(packs, lambda responses: responses.logprobs)
 
-    def score_norms(self, packs: Sequence[Pack]) -> list[np.ndarray | None]:
-        """√Σ_t ‖e_t − p_t‖² of each sample of a pack; None but on the last stage. Collective over the replica."""
+        def collect(responses: Responses) -> tuple[torch.Tensor, Sums]:
+            return responses.logprobs.sum(), {"logprobs": responses.logprobs}
 
-        def norms(responses: Responses) -> torch.Tensor:
-            samples = int(responses.pack.sample.max(initial=-1)) + 1
-            assert responses.score_norm is not None
-            squares = responses.score_norm.square()
-            return squares.new_zeros(samples).index_add(0, responses.arrays.sample, squares).sqrt()
-
-        return self._measure(packs, norms, score_norm=True)
+        for module in self.modules:
+            module.eval()
+        microbatches = [Microbatch(pack) for pack in packs]
+        outputs = self._run(microbatches, collect, forward_only=True)
+        if not self.world.last_stage:
+            return [None] * len(packs)
+        logprobs = [output["logprobs"].float() for output in outputs]
+        values = torch.cat(logprobs).cpu()  # in one copy, since the host waits for each
+        return [part.numpy() for part in values.split([len(part) for part in logprobs])]
 
     def release_memory(self) -> None:
         """Give what is cached of the device's memory back, for servers that share it."""
@@ -122,23 +124,6 @@ class Policy:
             gc.collect()  # what a cycle keeps is not free
             torch.cuda.ipc_collect()  # nor what was handed to a server, until it is asked whether that has let go of it
             torch.cuda.empty_cache()
-
-    @torch.no_grad()
-    def _measure(
-        self, packs: Sequence[Pack], what: Callable[[Responses], torch.Tensor], *, score_norm: bool = False
-    ) -> list[np.ndarray | None]:
-        def collect(responses: Responses) -> tuple[torch.Tensor, Sums]:
-            return responses.logprobs.sum(), {"measured": what(responses)}
-
-        for module in self.modules:
-            module.eval()
-        microbatches = [Microbatch(pack) for pack in packs]
-        outputs = self._run(microbatches, collect, forward_only=True, score_norm=score_norm)
-        if not self.world.last_stage:
-            return [None] * len(packs)
-        measured = [output["measured"].float() for output in outputs]
-        values = torch.cat(measured).cpu()  # in one copy, since the host waits for each
-        return [part.numpy() for part in values.split([len(part) for part in measured])]
 
     def _share(self, pack: Pack) -> Share | None:
         """This rank's share of a pack, from arrays on the host; None: the whole pack."""
@@ -154,17 +139,14 @@ class Policy:
             return packed_sequence(pack.cu_seqlens, pack.max_seqlen, there.device, there=there)
         return shared_prefixes(pack, there.device, self.world.cp_rank, self.world.layout.cp)
 
-    def _run(
-        self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool, score_norm: bool = False
-    ) -> list[Sums]:
+    def _run(self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool) -> list[Sums]:
         def reduce(
             batch: Microbatch, arrays: DeviceArrays, output: tuple[torch.Tensor, ...]
         ) -> tuple[torch.Tensor, Sums]:
             logprobs, entropy, *more = output
-            names = ("score_norm",) * score_norm + ("divergence",) * bool(batch.teachers)
-            return loss(Responses(batch.pack, arrays, logprobs, entropy, **dict(zip(names, more, strict=True))))
+            return loss(Responses(batch.pack, arrays, logprobs, entropy, *more))
 
-        return self._pass_over(microbatches, reduce, forward_only=forward_only, score_norm=score_norm)
+        return self._pass_over(microbatches, reduce, forward_only=forward_only)
 
     def _pass_over(
         self,
@@ -172,7 +154,6 @@ class Policy:
         reduce_with: Reduce,
         *,
         forward_only: bool,
-        score_norm: bool = False,
         states: bool = False,
     ) -> list[Sums]:
         device = self.world.device
@@ -190,7 +171,6 @@ class Policy:
                     predictors=arrays.predictors,
                     targets=arrays.targets,
                     share=arrays.share,
-                    score_norm=score_norm,
                     teachers=batch.teachers,
                     states=states,
                 )

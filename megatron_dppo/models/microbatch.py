@@ -83,8 +83,6 @@ class Responses:
     """[R], fp32, with gradient while training."""
     entropy: torch.Tensor
     """[R]"""
-    score_norm: torch.Tensor | None = None
-    """[R], the norm of the gradient of log p by the logits over the temperature; None unless it was asked for."""
     divergence: torch.Tensor | None = None
     """[R], from the teacher, with gradient while training; None without one."""
 

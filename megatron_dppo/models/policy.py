@@ -278,7 +278,6 @@ class PolicyModel(GPTModel):
         predictors: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
         share: Share | None = None,
-        score_norm: bool = False,
         teachers: tuple[TeacherHead, ...] = (),
         states: bool = False,
     ) -> tuple[torch.Tensor, ...] | torch.Tensor:
@@ -292,7 +291,6 @@ class PolicyModel(GPTModel):
             targets: [R] int64, those next tokens; read by the last stage only.
             share: from :func:`context.share_of`, what this rank takes. Without context parallelism it is everything,
                 and this is not read. With it, what is not passed is worked out here, for which the host has to wait.
-            score_norm: whether score norms are asked for.
             teachers: what the divergence is taken from, at the predictors that this rank scores; none: none is.
             states: whether nothing is scored, and the predictors' hidden states are asked for instead.
 
@@ -316,8 +314,8 @@ class PolicyModel(GPTModel):
         if states:
             return (mine,)
         if share is None:
-            return self._score(mine, targets, score_norm, teachers).present
-        part = self._score(mine, targets[share.mine], score_norm, teachers)
+            return self._score(mine, targets, teachers).present
+        part = self._score(mine, targets[share.mine], teachers)
         return gather_responses(part, share.mine, len(targets), self.pg_collection.cp).present
 
     def _share(self, packed: PackedSeqParams, predictors: torch.Tensor | None) -> Share:
@@ -336,9 +334,7 @@ class PolicyModel(GPTModel):
         self.position_embedding_type = "none" if along_paths else "rope"
         return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
 
-    def _score(
-        self, hidden: torch.Tensor, targets: torch.Tensor, score_norm: bool, teachers: tuple[TeacherHead, ...]
-    ) -> HeadOutput:
+    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, teachers: tuple[TeacherHead, ...]) -> HeadOutput:
         weight = self.output_weight()
         head: dict[str, Any] = {
             "vocab_size": self.shape.vocab_size,
@@ -346,7 +342,7 @@ class PolicyModel(GPTModel):
             "tp_group": self.pg_collection.tp,
             "chunk_mib": self.head_chunk_mib or HEAD_CHUNK_MIB[hidden.device.type],
         }
-        scores = score_responses(hidden, weight, targets, score_norm=score_norm, **head)
+        scores = score_responses(hidden, weight, targets, **head)
         if not teachers:
             return scores
         return scores._replace(divergence=divergence_of_each(teachers, hidden, weight, **head))

@@ -8,8 +8,7 @@ logits for the backward pass.
 With logits z over the whole vocabulary, temperature τ, p = softmax(z/τ) and target t:
 
 * log-probability ``log p_t``, which is what engines report: of the distribution that was sampled from;
-* entropy ``−Σ_v p_v log p_v``;
-* score norm ``‖e_t − p‖₂ = √((1 − p_t)² + Σ_{v≠t} p_v²)``, the norm of the gradient of log p_t by z/τ.
+* entropy ``−Σ_v p_v log p_v``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LEARNED = ("logprobs", "divergence")
 class HeadOutput(NamedTuple):
     """Output of the policy head for R response tokens, in fp32.
 
-        HeadOutput(logprobs=[-0.69], entropy=[0.69], score_norm=[0.71])
+        HeadOutput(logprobs=[-0.69], entropy=[0.69])
 
     is of one token, where two tokens of the vocabulary had probability 0.5 each. The lists stand for tensors.
     """
@@ -43,8 +42,6 @@ class HeadOutput(NamedTuple):
     """[R]"""
     entropy: torch.Tensor
     """[R], nats."""
-    score_norm: torch.Tensor | None = None
-    """[R], from 0 to √2; None unless it was asked for."""
     divergence: torch.Tensor | None = None
     """[R], from a teacher, see :mod:`teacher_head`; None without one."""
 
@@ -63,7 +60,6 @@ def score_responses(
     temperature: float,
     tp_group: dist.ProcessGroup | None,
     chunk_mib: int,
-    score_norm: bool = False,
 ) -> HeadOutput:
     """Score target tokens under the policy's head.
 
@@ -84,10 +80,9 @@ def score_responses(
         tp_group: the tensor-parallel ranks; None for one.
         chunk_mib: size of the buffers that hold a chunk's logits and their gradient, in MiB. Large chunks read the
             weight less often; one that takes all positions saves a product.
-        score_norm: whether score norms are asked for.
     """
     group, first, rows = held_rows(weight, vocab_size, tp_group)
-    return HeadOutput(*_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib, score_norm))
+    return HeadOutput(*_Score.apply(hidden, weight, targets - first, rows, temperature, group, chunk_mib))
 
 
 def held_rows(
@@ -112,10 +107,9 @@ class _Score(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         chunk_mib: int,
-        score_norm: bool,
     ) -> tuple[torch.Tensor, ...]:
         peak = torch.full((len(targets),), LOWEST, device=hidden.device)
-        sums = torch.zeros((4 if score_norm else 3, len(targets)), device=hidden.device)
+        sums = torch.zeros((3, len(targets)), device=hidden.device)
         passes = _passes(hidden.is_cuda)
         types, logits = [torch.float32] * passes.BUFFERS, None
         for chunk, buffers in chunks_of(len(targets), rows, types, chunk_mib, hidden.device):
@@ -124,26 +118,24 @@ class _Score(torch.autograd.Function):
             passes.summarise(buffers, targets[chunk], temperature, peak[chunk], sums[:, chunk])
         if group is not None and len(targets):
             _combine(peak, sums, group)
-        total, cross, at_target = sums[:3]
+        total, cross, at_target = sums
         logprobs = (at_target - peak) - total.log()
-        measured = [total.log() - cross / total]
-        if score_norm:
-            measured.append((torch.expm1(logprobs).square() + sums[3] / total.square()).sqrt())
+        entropy = total.log() - cross / total
         ctx.save_for_backward(hidden, weight, targets, peak + total.log())
         ctx.rows, ctx.temperature, ctx.chunk_mib = rows, temperature, chunk_mib
         # With a buffer beside the logits, ``summarise`` overwrites them.
         keeps = passes.BUFFERS == 1 and ctx.needs_input_grad[0]
         fits = len(targets) <= _size_of_chunk(rows, gradient_types(weight), chunk_mib)
         ctx.logits = logits if keeps and fits else None
-        ctx.mark_non_differentiable(*measured)
-        return logprobs, *measured
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, *_ = ctx.saved_tensors
         hidden_grad, weight_grad = torch.zeros_like(hidden), gradient_of_weight(ctx, weight)
         _add_gradients(ctx, grad.contiguous(), hidden_grad, weight_grad)
-        return hidden_grad, left_to_autograd(weight, weight_grad), None, None, None, None, None, None
+        return hidden_grad, left_to_autograd(weight, weight_grad), None, None, None, None, None
 
 
 def _add_gradients(ctx: Any, grad: torch.Tensor, hidden_grad: torch.Tensor, weight_grad: torch.Tensor | None) -> None:
@@ -225,7 +217,6 @@ def _combine(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -
     total, cross = sums[:2]
     cross.add_(shift * total).mul_(factor)
     total.mul_(factor)
-    sums[3:].mul_(factor.square())
     dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
 
 

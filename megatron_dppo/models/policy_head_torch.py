@@ -13,16 +13,14 @@ def summarise(
     buffers: tuple[torch.Tensor, ...], targets: torch.Tensor, temperature: float, peak: torch.Tensor, sums: torch.Tensor
 ) -> None:
     """Fill ``peak`` and ``sums`` from logits; with z = logits / temperature and e = exp(z − peak) they are max z and
-    Σ e, Σ e·(z − peak), z_t and, where there is a fourth row, Σ_{v≠t} e².
-
-    The target's own square is left out rather than subtracted later, which would cancel where p_t is close to 1.
+    Σ e, Σ e·(z − peak) and z_t.
 
     Args:
         buffers: ``BUFFERS`` times [c, v], the logits the first; all are overwritten.
-        targets: [c], columns; those outside are other ranks', and add nothing to the third and fourth row.
+        targets: [c], columns; those outside are other ranks', and add nothing to the third row.
         temperature: τ.
         peak: [c]
-        sums: [3, c], or [4, c] where squares are asked for.
+        sums: [3, c]
     """
     logits, spare = buffers
     column, held = _own(targets, logits.shape[1])
@@ -32,9 +30,6 @@ def summarise(
     torch.exp(logits.sub_(peak[:, None]), out=spare)
     sums[0] = spare.sum(dim=1)
     sums[1] = _row_products(spare, logits)
-    if len(sums) == 4:
-        spare.scatter_(1, column, torch.where(held[:, None], 0.0, spare.gather(1, column)))
-        sums[3] = _row_products(spare, spare)
 
 
 def slope(

@@ -36,7 +36,6 @@ def summarise(
         sums.stride(0),
         columns,
         1.0 / temperature,
-        SQUARES=len(sums) == 4,
         BLOCK=SUMMARY_BLOCK,
         num_warps=8,
     )
@@ -77,17 +76,14 @@ def _summarise(
     sum_stride: tl.tensor,
     columns: tl.tensor,
     inverse_temperature: tl.tensor,
-    SQUARES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     """One program a row. Each lane has sums of its own, from the largest logit that it has seen, until the last one."""
     row = tl.program_id(0).to(tl.int64)  # a chunk may have more than 2³¹ logits
     logits += row * row_stride
-    target = tl.load(targets + row)
     most = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     cross = tl.zeros((BLOCK,), tl.float32)
-    squares = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
@@ -98,8 +94,6 @@ def _summarise(
         e = tl.exp(z - higher)  # 1 in a lane beyond a short row, but its factor is 0 in the end
         cross = factor * (cross + shift * total) + e * (z - higher)
         total = factor * total + e
-        if SQUARES:
-            squares = factor * factor * squares + tl.where(column == target, 0.0, e * e)
         most = higher
     highest = tl.max(most, axis=0)
     shift = most - highest
@@ -107,10 +101,9 @@ def _summarise(
     tl.store(peak + row, highest)
     tl.store(sums + row, tl.sum(factor * total, axis=0))
     tl.store(sums + sum_stride + row, tl.sum(factor * (cross + shift * total), axis=0))
+    target = tl.load(targets + row)
     held = (target >= 0) & (target < columns)
     tl.store(sums + 2 * sum_stride + row, tl.load(logits + target, mask=held, other=0.0) * inverse_temperature)
-    if SQUARES:
-        tl.store(sums + 3 * sum_stride + row, tl.sum(factor * factor * squares, axis=0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["targets", "normaliser", "gradient"])

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 PHASES: Mapping[str, str] = {
     "rollout": "rollout",
     "reward": "reward",
-    "score_norms": "norms",
     "plan": "plan",
     "deliver": "deliver",
     "log_probs": "log-probs",
@@ -36,11 +35,9 @@ PHASES: Mapping[str, str] = {
 """The phases of a step in their order, with the words that people read. Other phases are timed too: ``step`` holds all
 of these, and ``eval`` lies outside of it. What a step spends in none of these is shown as ``other``."""
 
-ROLLING_OUT = ("rollout", "score_norms")
-"""Phases whose seconds grow with the tokens rolled out."""
 TRAINING = ("deliver", "log_probs", "actor_train")
 """Phases whose seconds grow with the tokens trained on."""
-COMPUTING = ("score_norms", "log_probs", "actor_train")
+COMPUTING = ("log_probs", "actor_train")
 """Phases in which the trainer passes tokens through the policy."""
 
 
@@ -117,7 +114,7 @@ def saving(metrics: Mapping[str, float], *, pruned: float, zero_advantage: float
     """Estimate from a step's own timers how many seconds longer it would have taken with all prompts, with all
     completions, and with both. In the first two the other level stays pruned as it was.
 
-    The model: ``ROLLING_OUT`` costs the same seconds for every row token rolled out, ``TRAINING`` the same for every
+    The model: ``rollout`` costs the same seconds for every row token rolled out, ``TRAINING`` the same for every
     row token trained on. Prompts that were not rolled out would have cost rollouts, and training of the share of their
     tokens that was kept of the others. What a step costs whatever its size (a sync, a server's latency) is not saved;
     with ``rollout.ahead`` only the seconds that the trainer waited for rollouts count. Completions with zero advantage
@@ -130,9 +127,8 @@ def saving(metrics: Mapping[str, float], *, pruned: float, zero_advantage: float
     """
     trained = metrics.get("train/tokens", 0.0)
     rolled_out = trained + pruned + zero_advantage
-    rolling_out, training = (
-        sum(metrics.get(f"perf/{phase}_time", 0.0) for phase in phases) for phases in (ROLLING_OUT, TRAINING)
-    )
+    rolling_out = metrics.get("perf/rollout_time", 0.0)
+    training = sum(metrics.get(f"perf/{phase}_time", 0.0) for phase in TRAINING)
     more_prompts = metrics.get("prune/saved_tokens_prompts", 0.0) / rolled_out if rolled_out else 0.0
     more_completions = pruned / trained if trained else 0.0
     return (

@@ -7,15 +7,14 @@ decision depends on how the tokens are spread over the ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from dataclasses import replace as replace_fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.config import CompletionPruningConfig, Config, replace
+from megatron_dppo.config import Config
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import common_length, prompts_shared, shared_of_kept
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
@@ -95,7 +94,7 @@ def plan_step(
     for groups, part, pruned in draw_minibatches(metadata, usable, config, objective, step):
         samples = training_samples(part, groups, pruned)
         packing = pack(samples.lengths, shared=samples.shared_length, between=between_groups(samples, prompts))
-        samples = replace_fields(samples, shared_length=np.array(packing.shared, np.int64))
+        samples = replace(samples, shared_length=np.array(packing.shared, np.int64))
         parts.append((part, pruned))
         packings.append(packing)
         minibatches.append(MinibatchPlan(samples, pruned.normaliser, packing.capacity, packing.packs))
@@ -129,12 +128,6 @@ def draw_minibatches(
     for groups in split_groups(usable, max(1, min(config.loss.updates_per_rollout, len(usable))), split):
         part = take_groups(metadata, groups)
         yield groups, part, prune_minibatch(part, config, objective, keep=keep, rng=draws)
-
-
-def unpruned(config: Config) -> Config:
-    """The configuration under which a plan keeps every completion that has a gradient, in one minibatch."""
-    pruning = replace(config.pruning, completions=CompletionPruningConfig(rule="none"))
-    return replace(config, pruning=pruning, loss=replace(config.loss, updates_per_rollout=1))
 
 
 def split_groups(groups: Ints, minibatches: int, rng: np.random.Generator) -> list[Ints]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,7 +19,7 @@ from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, token_losses
 from megatron_dppo.rl.objectives import Objective
 from megatron_dppo.rl.pack import build_pack
-from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepMetadata, StepPlan
+from megatron_dppo.rl.types import Group, MinibatchPlan, Pack, StepPlan
 from megatron_dppo.trainer.agreement import ComparedCompletion, check_disagreement, compared_rows, logprob_limit
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.functions import objective_of
@@ -207,27 +205,6 @@ class Learner:
             version=version,
             distillation_coef=settings.distillation_coef,
         )
-
-    def measure_score_norms(self, metadata: StepMetadata, plan: StepPlan, held: Mapping[int, Group]) -> StepMetadata:
-        """The metadata with the exact norms √Σ_t ‖e_t − p_t‖² of all scores, by a forward pass. Collective.
-
-        Args:
-            metadata: of the step; what the plan leaves out keeps the engine's estimate.
-            plan: of all that is to be measured, in one minibatch.
-            held: as for ``learn``.
-        """
-        (minibatch,) = plan.minibatches
-        if minibatch.capacity == 0:
-            return metadata
-        with self._timers("score_norms"):
-            norms = self._actor.score_norms(self._packs(minibatch, held))
-            mine = list(zip(minibatch.packs[self._world.dp_rank], norms, strict=True)) if norms[0] is not None else []
-            score_norms, samples = metadata.score_norms.copy(), minibatch.samples
-            score_norms[samples.group, samples.completion] = 0.0
-            for pack, values in dict(itertools.chain.from_iterable(self._world.gather(mine))).items():
-                which = np.array(pack, np.int64)
-                np.hypot.at(score_norms, (samples.group[which], samples.completion[which]), np.asarray(values))
-        return replace(metadata, score_norms=score_norms)
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
         servers = self._config.loss.distillation.servers

@@ -236,10 +236,9 @@ def test_planned_passes_equal_the_learner_s() -> None:
         return {name for name, seconds in plan(*overrides).pruned.phases.items() if seconds}
 
     usual = phases()
-    assert not usual & {"old log-probabilities", "reference log-probabilities", "score norms", "token exchange"}
+    assert not usual & {"old log-probabilities", "reference log-probabilities", "token exchange"}
     assert phases("loss.updates_per_rollout=2") - usual == {"old log-probabilities"}
     assert phases("loss.kl_coef=0.01") - usual == {"reference log-probabilities"}
-    assert phases("pruning.completions.score=head") - usual == {"score norms"}
 
 
 def test_one_step_ahead_hides_the_shorter_phase() -> None:

@@ -49,7 +49,7 @@ def case(positions: int) -> Case:
 
 
 def score(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_mib: int) -> HeadOutput:
-    settings = {"vocab_size": VOCABULARY, "temperature": TEMPERATURE, "tp_group": None, "score_norm": True}
+    settings = {"vocab_size": VOCABULARY, "temperature": TEMPERATURE, "tp_group": None}
     return score_responses(hidden, weight, targets, chunk_mib=chunk_mib, **settings)
 
 

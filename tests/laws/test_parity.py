@@ -88,7 +88,7 @@ def scored(rank: int, size: int, path: Path, layout: LayoutConfig) -> tuple[list
     ids, positions, packed = pack(lengths_in(layout), vocab)
 
     def forward(batches: Any, module: torch.nn.Module) -> Any:
-        scoring = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab), "score_norm": True}
+        scoring = {"predictors": torch.arange(ids.shape[1]), "targets": targets_of(ids, vocab)}
         output = module(ids, positions, packed_seq_params=packed, **scoring)
         names = [name for name in HeadOutput._fields if name != "divergence"]
         return output, lambda out: (out[0].sum(), torch.zeros((), dtype=torch.int), dict(zip(names, out, strict=True)))
@@ -126,11 +126,9 @@ def assert_scores_equal(ranks: RankPool, policy: Path) -> None:
         ids, _, _ = pack(lengths_in(layout), logits.shape[1])
         logprobs = torch.log_softmax(logits.double() / TEMPERATURE, dim=-1)
         targets = targets_of(ids, logits.shape[1])
-        error = torch.nn.functional.one_hot(targets, logits.shape[1]) - logprobs.exp()
         expected = {
             "logprobs": logprobs.gather(1, targets[:, None])[:, 0],
             "entropy": -(logprobs.exp() * logprobs).sum(dim=1),
-            "score_norm": error.norm(dim=1),
         }
         outputs = [output for outputs, _ in results for output in outputs]
         assert len(outputs) == size_of(layout) // layout.pp, "every rank of the last stage, and no other, has scores"

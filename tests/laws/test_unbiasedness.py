@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from megatron_dppo import config as cfg
-from megatron_dppo.config import Config, DistillationConfig, PackConfig, PromptPruningConfig
+from megatron_dppo.config import CompletionPruningConfig, Config, DistillationConfig, PackConfig, PromptPruningConfig
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import build_pack
-from megatron_dppo.rl.plan import unpruned
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.draw import prune_minibatch
@@ -192,8 +191,9 @@ def expected_gradient(world: World, config: Config) -> torch.Tensor:
 def full_gradient(world: World, config: Config) -> torch.Tensor:
     """Return the gradient of every completion of every prompt, without the terms of truncated completions."""
     metadata = world.metadata(EVERYTHING)
-    every_prompt = with_rules(unpruned(config), prompts=PromptPruningConfig(rule="none"))
-    (whole,) = plan(metadata, every_prompt, **LAYOUT).minibatches
+    nothing = {"prompts": PromptPruningConfig(rule="none"), "completions": CompletionPruningConfig(rule="none")}
+    unpruned = cfg.replace(with_rules(config, **nothing), loss=cfg.replace(config.loss, updates_per_rollout=1))
+    (whole,) = plan(metadata, unpruned, **LAYOUT).minibatches
     samples = whole.samples
     left = np.where(world.truncated[samples.group, samples.completion], 0.0, samples.scale)
     return gradient(world, config, metadata, replace(whole, samples=replace(samples, scale=left)))

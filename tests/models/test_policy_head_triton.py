@@ -39,24 +39,19 @@ def interpret(ranks: RankPool) -> Interpret:
     return lambda size, *calls: ranks.run(size, interpreted, in_turn_on_a_rank, calls)
 
 
-def head(
-    rank: int, size: int, positions: int, vocab: int, rows: int, chunk_mib: int, dtype: torch.dtype, norm: bool
-) -> Any:
-    return ours(case(positions, vocab, rows, dtype=dtype, sharpness=1.0), vocab, 0.8, chunk_mib, score_norm=norm)
+def head(rank: int, size: int, positions: int, vocab: int, rows: int, chunk_mib: int, dtype: torch.dtype) -> Any:
+    return ours(case(positions, vocab, rows, dtype=dtype, sharpness=1.0), vocab, 0.8, chunk_mib)
 
 
 def test_head_on_kernels_equals_the_naive_head(interpret: Interpret) -> None:
-    """With columns beyond a block of each kernel, without positions, without score norms, and in chunks."""
+    """With columns beyond a block of each kernel, without positions, and in chunks."""
     cases = [(0, 451, 512), (1, 451, 451), (7, 9001, 9088)]
-    calls = [(head, *each, 64, torch.float32, True) for each in cases]
-    calls += [(head, *cases[2], 64, torch.float32, False), (head, 7, 451, 512, 64, torch.bfloat16, True)]
-    calls += [(head, 15, 40_000, 40_064, chunk_mib, torch.float32, True) for chunk_mib in (1, 64)]
-    [(*results, (fewer, *same), (scores, *rounded), many, one)] = interpret(1, *calls)
+    calls = [(head, *each, 64, torch.float32) for each in cases]
+    calls += [(head, 7, 451, 512, 64, torch.bfloat16)]
+    calls += [(head, 15, 40_000, 40_064, chunk_mib, torch.float32) for chunk_mib in (1, 64)]
+    [(*results, (scores, *rounded), many, one)] = interpret(1, *calls)
     for (positions, vocab, rows), found in zip(cases, results, strict=True):
         assert_equal(found, naive(case(positions, vocab, rows, sharpness=1.0), vocab, 0.8))
-    assert fewer.score_norm is None
-    for a, b in zip((*fewer[:2], *same), (*results[2][0][:2], *results[2][1:]), strict=True):
-        assert torch.equal(a, b)
     expected, *gradients = naive(case(7, 451, 512, dtype=torch.bfloat16, sharpness=1.0), 451, 0.8)
     assert_equal((scores,), (expected,))
     for found, reference in zip(rounded, gradients, strict=True):
@@ -74,10 +69,9 @@ def test_kernels_over_two_ranks_equal_operators_on_one(interpret: Interpret) -> 
 
 
 VARIANTS = [
-    ("_summarise", "SQUARES", False),
-    ("_summarise", "SQUARES", True),
-    ("_slope", "out", "*bf16"),
-    ("_slope", "out", "*fp32"),
+    ("_summarise", {}),
+    ("_slope", {"out": "*bf16"}),
+    ("_slope", {"out": "*fp32"}),
 ]
 REGISTERS = 128
 """Of a thread, at most: 65,536 registers then hold four programs of 128 threads, or two of 256."""
@@ -90,8 +84,8 @@ def test_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
     from triton.backends.compiler import GPUTarget
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    for name, argument, value in VARIANTS:
-        compiled = compile_kernel(name, {argument: value}, GPUTarget("cuda", capability, 32))
+    for name, types in VARIANTS:
+        compiled = compile_kernel(name, types, GPUTarget("cuda", capability, 32))
         cubin = tmp_path / "cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         dump = subprocess.run([cuobjdump, "-res-usage", "-sass", cubin], capture_output=True, check=True, text=True)
@@ -109,7 +103,6 @@ def compile_kernel(name: str, variant: dict[str, object], target: Any) -> Any:
 
     kernel = getattr(kernels, name)
     constants = {"BLOCK": kernels.SUMMARY_BLOCK if name == "_summarise" else kernels.SLOPE_BLOCK}
-    constants |= {key: value for key, value in variant.items() if key.isupper()}
     types = dict.fromkeys(("logits", "peak", "sums", "normaliser", "gradient"), "*fp32")
     types |= {"targets": "*i64", "inverse_temperature": "fp32", **variant, **dict.fromkeys(constants, "constexpr")}
     signature = {each: types.get(each, "i32") for each in kernel.arg_names}

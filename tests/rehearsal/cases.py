@@ -25,7 +25,7 @@ class Case:
         words: settings beyond ``BASE``.
         policy: a key of ``write_policies``.
         rank: the rank that is played.
-        extra: work after the steps: "score norms", "release" or "checkpoint".
+        extra: work after the steps: "release" or "checkpoint".
     """
 
     words: str = ""
@@ -53,7 +53,6 @@ CASES = {
     "tied": Case(policy="tied"),
     "release": Case(extra="release"),
     "torch layers": Case("model.spec=torch"),
-    "score norms": Case(extra="score norms"),
     "recompute full": Case("model.recompute=full"),
     "recompute selective": Case(SELECTIVE),
     "two updates": Case(TWO),

@@ -104,8 +104,6 @@ def _steps(mode: RehearsalMode, case: Case, config: Config) -> dict[str, Any]:
         "packs": len(minibatch.packs[0]), "updates": len(plan.minibatches), "capacity": minibatch.capacity,
         "main_grads": sorted({str(p.main_grad.dtype) for p in policy.actor.parameters() if p.requires_grad}),
     }  # fmt: skip
-    if case.extra == "score norms":
-        learner.measure_score_norms(metadata, plan, held)
     weights_of(policy, world)
     if case.extra == "checkpoint":
         checkpoints = Checkpoints(config, world)

@@ -39,7 +39,7 @@ Found = dict[str, dict[str, Any]]
 
 MEGATRON = version("megatron-core").rpartition(".")[0]
 UPDATED = "copy to the host in megatron_dppo/models/actor.py:Actor._read"
-MEASURED = "copy to the host in megatron_dppo/models/actor.py:Policy._measure"
+MEASURED = "copy to the host in megatron_dppo/models/actor.py:Policy.log_probabilities"
 OFFLOADED = "stream.synchronize in megatron_dppo/models/optimizer.py:OffloadedState.leave_device"
 ROTARY = "in megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
 SEGMENTS = "copy to the host in megatron_dppo/models/layer_specs.py:SegmentAttention.forward"

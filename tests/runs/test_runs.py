@@ -155,7 +155,7 @@ RUNS = {
         ),
         check_windows,
     ),
-    "scores of the head, automatic keep, two updates": Run(
+    "automatic keep, two updates": Run(
         (
             *HALF,
             "layout.tp=2",
@@ -163,7 +163,6 @@ RUNS = {
             "loss.name=gspo",
             "loss.updates_per_rollout=2",
             "pruning.completions.keep=auto",
-            "pruning.completions.score=head",
         ),
         check_updates,
         ranks=2,

@@ -13,25 +13,20 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, learning_rate
-from megatron_dppo.rl.plan import unpruned
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.agreement import check_disagreement
 from megatron_dppo.trainer.learner import importance_cap
 from tests.laws.test_split_invariance import LAYOUTS, ONE
 from tests.ranks import RankPool
-from tests.rollout.local import plain_logprobs
 from tests.rollout.scripted import world_of
 from tests.small_runs import live, rows, small_run, write_run
-from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, step_of_sequences, weights_of
+from tests.steps import Weights, build, config_for, held_by, plan_for, step_of_groups, weights_of
 
-TEMPERATURE = 0.8
-"""Of ``config_for``."""
 FRESH = 2
 """The one prompt with completions of version 1; all others are of version 0."""
 Part = TypeVar("Part")
@@ -231,34 +226,6 @@ def test_learning_rate_warms_up_and_decays() -> None:
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert all(later < earlier for earlier, later in itertools.pairwise(rates[4:]))
     assert rates[-1] == pytest.approx(0.1)
-
-
-def measure(rank: int, size: int, config: Config, sequences: bool = False) -> np.ndarray:
-    world, learner, _ = build(config)
-    metadata, groups = step_of_sequences(size) if sequences else step_of_groups(size)
-    plan = plan_for(world, unpruned(config), metadata)
-    return learner.measure_score_norms(metadata, plan, held_by(rank, metadata, groups)).score_norms
-
-
-def expect_score_norms(path: Path) -> np.ndarray:
-    """Return √Σ_t ‖e_t - p_t‖² from transformers' logits; groups of equal rewards keep the engine's figure."""
-    model = AutoModelForCausalLM.from_pretrained(path)
-    metadata, groups = step_of_groups(1)
-    score_norms = metadata.score_norms.copy()
-    for q, group in enumerate(groups):
-        for i, completion in enumerate(group.completions if np.ptp(group.rewards) else ()):
-            shares = plain_logprobs(model, group.prompt, completion, TEMPERATURE).exp().numpy()
-            residue = np.eye(shares.shape[1])[completion.token_ids] - shares
-            score_norms[q, i] = np.linalg.norm(residue[completion.loss_mask])
-    return score_norms
-
-
-def test_score_norms_of_the_head_equal_the_logits(ranks: RankPool, policy: Path) -> None:
-    configs = [configure(policy, LAYOUTS[name], updates_per_rollout=2) for name in ("tp2", "dp2", "pp2", "cp2")]
-    calls = [*((measure, config) for config in configs), (measure, configs[0], True)]
-    for of_ranks in ranks.in_turn(2, *calls):
-        for of_rank in of_ranks:
-            np.testing.assert_allclose(of_rank, expect_score_norms(policy), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
