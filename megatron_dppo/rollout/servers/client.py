@@ -54,8 +54,6 @@ class ServerInfo:
     """Longest sequence, prompt and response; None where the server does not say."""
     stages: int = 1
     """Pipeline stages, if the ranks of all stages would join a group as those of the first."""
-    nccl: str | None = None
-    """Version of its NCCL, ``2.29.7``; None where the server does not say."""
     routing: bool = False
     """Whether it says which experts it chose, if it is asked."""
     lora_rank: int = 0

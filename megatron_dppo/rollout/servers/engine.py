@@ -27,7 +27,6 @@ from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
 from megatron_dppo.rollout.servers.launch import SECRET, spec_of
-from megatron_dppo.rollout.servers.nccl import loaded
 from megatron_dppo.rollout.servers.pool import Server, ServerPool
 from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
@@ -71,8 +70,6 @@ class ServerEngine:
         run, given, new = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret()))
         self._run, self.secret = run, new if rollout.launch.count else given
         sync = rollout.sync
-        by_nccl = sync.transport == "collective" and not sync.adapter and world.device.type == "cuda"
-        our_nccl = loaded() if by_nccl else None
         self._source: WeightSource | None = None
         self._version = -1
         self._checking: Future[dict[str, str]] | None = None
@@ -90,11 +87,9 @@ class ServerEngine:
             self._pool: ServerPool | None = None
             if world.leads:
                 architecture, secret = shape.architecture, self.secret
-                self._pool = ServerPool(
-                    config, self._http, architecture=architecture, secret=secret, say=say, our_nccl=our_nccl
-                )
+                self._pool = ServerPool(config, self._http, architecture=architecture, secret=secret, say=say)
                 opened.callback(self._pool.close)
-            transport = open_transport(config, world, self._http, shape, run=run, our_nccl=our_nccl)
+            transport = open_transport(config, world, self._http, shape, run=run)
             opened.callback(transport.close)
             # A request would keep the adapter that it began with.
             self._sync = Sync(world, self._http, transport, "abort" if sync.adapter else sync.in_flight)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shlex
 import time
 from collections import Counter
@@ -21,10 +20,9 @@ from typing import Any, TypeVar
 
 from megatron_dppo.config import DTYPES, Config, LoraConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers.client import ROUTING_FLAG, ServerClient, ServerInfo
 from megatron_dppo.rollout.servers.http import Http, ServerError
-from megatron_dppo.rollout.servers.launch import base_command, server_urls, spec_of
+from megatron_dppo.rollout.servers.launch import server_urls, spec_of
 from megatron_dppo.rollout.servers.processes import ServerProcess, servers_to_start, stop_all, wait_ready
 
 ASK_AGAIN_S = 3.0
@@ -74,7 +72,6 @@ class ServerPool:
         architecture: of the policy; a server that says it has another is refused.
         secret: to be shown to them.
         say: takes words for the log.
-        our_nccl: version of the trainer's NCCL; None where it is not what brings weights to the servers.
     """
 
     def __init__(
@@ -85,9 +82,8 @@ class ServerPool:
         architecture: str,
         secret: str | None,
         say: Callable[[str], None],
-        our_nccl: str | None = None,
     ) -> None:
-        self._config, self._http, self._architecture, self._our_nccl = config, http, architecture, our_nccl
+        self._config, self._http, self._architecture = config, http, architecture
         self._secret, self._say = secret, say
         self.processes: list[ServerProcess] = []
         """Processes of the servers that the run starts."""
@@ -105,13 +101,11 @@ class ServerPool:
         """Start the servers that are ours, and wait until they and the given ones can generate.
 
         Raises:
-            UserError: one of them ends, takes too long, is of another model, has another NCCL or is too small for the
-                run.
+            UserError: one of them ends, takes too long, is of another model or is too small for the run.
         """
         launch = self._config.rollout.launch
         if launch.count:
             self.processes = servers_to_start(self._config, self._secret or "")
-            await self._check_command()
         for process in self.processes:
             process.start()
         ours = [
@@ -215,16 +209,6 @@ class ServerPool:
         for returning in self._returning.values():
             returning.cancel()
         stop_all(self.processes)
-
-    async def _check_command(self) -> None:
-        """
-        Raises:
-            UserError: ``rollout.launch.command`` has another NCCL.
-        """
-        if self._our_nccl is not None:
-            command, environ = base_command(self._config.rollout), self.processes[0].environment(os.environ)
-            theirs = await asyncio.to_thread(nccl.of_command, command, environ)
-            nccl.refuse_two("rollout.launch.command", shlex.join(command), self._our_nccl, theirs)
 
     def _until_ready(self, server: str, what: str) -> Callable[[float], str]:
         """Says for how long a server that cannot generate yet was waited for.
@@ -361,7 +345,6 @@ class ServerPool:
         except ServerError as error:
             remedy = f"{'Start it as that says' if error.alive else 'Look into its log'}, or name another server"
             raise UserError(setting, client.url, error.problem, remedy) from None
-        nccl.refuse_two(setting, client.url, self._our_nccl, info.nccl)
         rollout, dtype = self._config.rollout, DTYPES[self._config.model.dtype]
         longest = self._config.longest_context
         if info.architecture not in (None, self._architecture):

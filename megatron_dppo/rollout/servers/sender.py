@@ -92,11 +92,10 @@ class Sender:
         host: address of this machine for the servers.
         device: where buckets are sent from; its kind decides between NCCL and gloo.
         timeout_s: how long joining, and one bucket, may take.
-        our_nccl: version of it, for messages; None where gloo connects the group.
 
     Raises:
         SyncFailedError: not all of them joined, or the first byte did not reach all of them.
-        UserError: they have another NCCL.
+        UserError: NCCL said that they have another version.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class Sender:
         host: str,
         device: torch.device,
         timeout_s: float,
-        our_nccl: str | None = None,
     ) -> None:
         self._http, self._clients, self.name = http, list(clients), name
         self._device, self._timeout_s = device, timeout_s
@@ -153,9 +151,9 @@ class Sender:
         if problems := outcomes(joins, timeout_s):
             self.close()
             raise SyncFailedError(problems, problem)
-        self._greet(our_nccl)
+        self._greet()
 
-    def _greet(self, our_nccl: str | None) -> None:
+    def _greet(self) -> None:
         """Send one byte to all ranks, so that the group is known to work before weights are sent.
 
         NCCL makes its communicator within the first broadcast. That call waits for the last rank, and nothing breaks it
@@ -168,10 +166,10 @@ class Sender:
             self.arrive()
         except SyncFailedError as failed:
             self.close()
-            nccl.refuse_told(" ".join([failed.problem, *failed.problems.values()]))
-            if our_nccl is None:
+            nccl.refuse_mismatch(" ".join([failed.problem, *failed.problems.values()]))
+            if (ours := nccl.loaded()) is None:
                 raise
-            hint = f"(the trainer has NCCL {our_nccl}, and a server with another could not join it)"
+            hint = f"(the trainer has NCCL {ours}, and a server with another could not join it)"
             problems = {url: f"{problem} {hint}" for url, problem in failed.problems.items()}
             raise SyncFailedError(problems, f"{failed.problem} {hint}") from None
 

@@ -54,15 +54,10 @@ class CollectiveTransport:
 
     Stages send one after the other, since a server takes one update at a time. Within a stage the next bucket is
     gathered and copied while one travels.
-
-    Args:
-        our_nccl: version of our NCCL; None where gloo connects the group.
     """
 
-    def __init__(
-        self, http: Http, world: World, *, run: str, bucket_mib: int, timeout_s: float, our_nccl: str | None = None
-    ) -> None:
-        self._http, self._world, self._run, self._our_nccl = http, world, run, our_nccl
+    def __init__(self, http: Http, world: World, *, run: str, bucket_mib: int, timeout_s: float) -> None:
+        self._http, self._world, self._run = http, world, run
         self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
         self._sender: Sender | None = None
         self._joined: list[ServerClient] = []
@@ -94,7 +89,6 @@ class CollectiveTransport:
                 host=address_towards(client.url for client in clients),
                 device=self._world.device,
                 timeout_s=self._timeout_s,
-                our_nccl=self._our_nccl,
             )
         return 0
 
@@ -190,18 +184,14 @@ class AdapterTransport:
         pass
 
 
-def open_transport(
-    config: Config, world: World, http: Http, shape: PolicyShape, *, run: str, our_nccl: str | None
-) -> Transport:
-    """The transport that ``rollout.sync`` names. See :class:`CollectiveTransport` for ``run`` and ``our_nccl``."""
+def open_transport(config: Config, world: World, http: Http, shape: PolicyShape, *, run: str) -> Transport:
+    """The transport that ``rollout.sync`` names. See :class:`CollectiveTransport` for ``run``."""
     sync = config.rollout.sync
     if sync.adapter and not syncs_by_files(config.rollout):
         return AdapterTransport(http, world, shape=shape, model=config.model)
     bucket_mib = sync.bucket_mib or BUCKET_MIB[world.device.type]
     if sync.transport == "collective" and not sync.adapter:
-        return CollectiveTransport(
-            http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s, our_nccl=our_nccl
-        )
+        return CollectiveTransport(http, world, run=run, bucket_mib=bucket_mib, timeout_s=sync.timeout_s)
     folder = sync_folder(config)
     return DiskTransport(http, world, shape=shape, model=config.model, folder=folder, adapter=sync.adapter)
 

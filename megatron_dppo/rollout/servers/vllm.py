@@ -107,7 +107,6 @@ class VllmClient(ServerClient):
             version=await self.version(),
             dtype=str(model["dtype"]).removeprefix("torch."),
             max_tokens=model["max_model_len"],
-            nccl=await self._nccl(),
             routing=bool(config.get("aux_output_config", {}).get("enable_return_routed_experts")),
             lora_rank=lora["max_lora_rank"] if lora else 0,
             lora_targets=frozenset((lora["target_modules"] or ("all",)) if lora else ()),
@@ -243,13 +242,6 @@ class VllmClient(ServerClient):
 
     async def _extended(self) -> bool:
         return (await self._config())["parallel_config"]["worker_extension_cls"] == EXTENSION
-
-    async def _nccl(self) -> str | None:
-        """As our extension says; None from an older one, which does not know this order."""
-        if not await self._extended():
-            return None
-        answer = (await self._of_all_ranks("megatron_dppo", {"order": "nccl"}))[0]
-        return answer.get("nccl") if answer else None
 
     async def _order(self, order: str, **arguments: Any) -> None:
         """Have every rank's receiver do something. All of them answer, also where one fails."""

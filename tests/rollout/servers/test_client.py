@@ -249,14 +249,6 @@ def test_vllm_with_other_flags_is_refused(vllm: Vllm) -> None:
         vllm.http.run(vllm.info())
 
 
-def test_the_extension_reports_nccl(vllm: Vllm) -> None:
-    assert vllm.http.run(vllm.info()).nccl is None, "an extension without the order answers with a problem"
-    vllm.answers["/collective_rpc"] = {"results": [{"nccl": "2.29.7"}]}
-    assert vllm.http.run(vllm.info()).nccl == "2.29.7"
-    vllm.settings["parallel_config"]["worker_extension_cls"] = None
-    assert vllm.http.run(vllm.info()).nccl is None
-
-
 def test_a_vllm_update_fails_in_words(vllm: Vllm) -> None:
     with pytest.raises(ServerError, match="failed to end at its rank 1: ValueError: no"):
         vllm.http.run(vllm.end_update("5"))

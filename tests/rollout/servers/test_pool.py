@@ -29,9 +29,9 @@ POLICY = partial(write_policy, layers=1)
 URL = "http://127.0.0.1:1"
 
 
-def pool_of(http: Http, *settings: str, say: Any = print, our_nccl: str | None = None) -> ServerPool:
+def pool_of(http: Http, *settings: str, say: Any = print) -> ServerPool:
     config = load_config(None, ["rollout.engine=sglang", f"rollout.servers=[{URL}]", *settings])
-    return ServerPool(config, http, architecture="Qwen3ForCausalLM", secret=None, say=say, our_nccl=our_nccl)
+    return ServerPool(config, http, architecture="Qwen3ForCausalLM", secret=None, say=say)
 
 
 class Described(SglangClient):
@@ -59,14 +59,13 @@ LORA = "model.lora.rank=4 model.lora.targets=[q_proj,v_proj] rollout.sync.adapte
         ({}, LORA, "takes no adapters"),
         ({"lora_rank": 2, "lora_targets": {"all"}}, LORA, "up to rank 2 on all"),
         ({"lora_rank": 4, "lora_targets": {"q_proj"}}, LORA, "on q_proj"),
-        ({"nccl": "2.30.7"}, "", "NCCL 2.30.7"),
     ],
 )
 def test_an_unfit_server_is_refused(http: Http, properties: dict[str, Any], settings: str, problem: str) -> None:
     client = Described(URL, http)
     client.properties = properties
     with pytest.raises(UserError) as refused:
-        http.run(pool_of(http, *settings.split(), our_nccl="2.29.7")._check(client))
+        http.run(pool_of(http, *settings.split())._check(client))
     assert (refused.value.setting, refused.value.value) == ("rollout.servers", URL)
     assert problem in refused.value.problem
 
@@ -74,10 +73,8 @@ def test_an_unfit_server_is_refused(http: Http, properties: dict[str, Any], sett
 def test_a_fit_server_is_taken(http: Http) -> None:
     client = Described(URL, http)
     client.properties = {"architecture": "Qwen3ForCausalLM", "dtype": "float32", "max_tokens": 1536}
-    client.properties |= {"nccl": "2.30.7", "routing": True, "lora_rank": 8, "lora_targets": {"all"}}
-    for our_nccl in (None, "2.30.7"):
-        settings = [*LORA.split(), "eval.max_response_tokens=1024"]
-        http.run(pool_of(http, *settings, our_nccl=our_nccl)._check(client))
+    client.properties |= {"routing": True, "lora_rank": 8, "lora_targets": {"all"}}
+    http.run(pool_of(http, *LORA.split(), "eval.max_response_tokens=1024")._check(client))
     http.run(pool_of(http, "loss.replay_routing=rollout")._check(client))
     client.properties = {"stages": 2, "dtype": "bfloat16"}
     http.run(pool_of(http, "rollout.sync.transport=disk", "model.dtype=bf16")._check(client))

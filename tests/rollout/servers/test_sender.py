@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.rollout.servers import nccl
 from megatron_dppo.rollout.servers import sender as sender_module
 from megatron_dppo.rollout.servers.client import Manifest, WeightGroup
 from megatron_dppo.rollout.servers.http import Http, ServerError
@@ -100,8 +101,8 @@ def servers(process: Callable[..., Process]) -> list[Process]:
     return [process(), process()]
 
 
-def sender_of(servers: list[Any], name: str, our_nccl: str | None = None) -> Sender:
-    places = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout_s": LIMIT_S, "our_nccl": our_nccl}
+def sender_of(servers: list[Any], name: str) -> Sender:
+    places = {"host": "127.0.0.1", "device": torch.device("cpu"), "timeout_s": LIMIT_S}
     return Sender(servers[0].http, servers, name=name, **places)
 
 
@@ -154,11 +155,17 @@ def test_a_death_within_a_bucket_frees_the_others(servers: list[Process]) -> Non
     ],
 )
 def test_a_failed_join_names_the_server_and_frees_the_others(
-    servers: list[Process], process: Callable[..., Process], kind: type[Process], said: str, problem: str
+    servers: list[Process],
+    process: Callable[..., Process],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Process],
+    said: str,
+    problem: str,
 ) -> None:
+    monkeypatch.setattr(nccl, "loaded", lambda: "2.29.7" if said else None)
     began = time.monotonic()
     with pytest.raises(SyncFailedError, match=f"(?s){problem}") as failed:
-        sender_of([servers[0], process(kind, said)], "join", our_nccl="2.29.7" if said else None)
+        sender_of([servers[0], process(kind, said)], "join")
     assert time.monotonic() - began < LIMIT_S + 3 * GRACE_S
     assert "http://c:1" in failed.value.problems
     check_receives(servers[:1])
@@ -167,8 +174,9 @@ def test_a_failed_join_names_the_server_and_frees_the_others(
 def test_two_versions_of_nccl_stop_the_run(servers: list[Process], process: Callable[..., Process]) -> None:
     said = "Last error:\nMismatched NCCL version detected : rank 1 version 23007 rank 0 version 22907"
     with pytest.raises(UserError) as refused:
-        sender_of([servers[0], process(Refuses, said)], "versions", our_nccl="2.29.7")
+        sender_of([servers[0], process(Refuses, said)], "versions")
     assert "2.29.7 and 2.30.7" in refused.value.problem
+    assert "nvidia-nccl-cu13==2.30.7" in refused.value.remedy
     check_receives(servers[:1])
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import safetensors
 import torch
-import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -27,7 +26,7 @@ from megatron_dppo_vllm.group import ReceiverGroup
 
 logger = init_logger("vllm.megatron_dppo")
 
-ORDERS = frozenset({"nccl", "join", "leave", "begin", "update_from_distributed", "update_from_disk", "end", "abandon"})
+ORDERS = frozenset({"join", "leave", "begin", "update_from_distributed", "update_from_disk", "end", "abandon"})
 
 
 class WorkerExtension:
@@ -37,7 +36,7 @@ class WorkerExtension:
         """Have the worker's :class:`Receiver` do something: one of ``ORDERS``.
 
         Returns:
-            None if it did, else ``{"problem": …}``; of ``nccl``, what it says.
+            None if it did, else ``{"problem": …}``.
         """
         if not hasattr(self, "_megatron_dppo_receiver"):
             self._megatron_dppo_receiver = Receiver(self)
@@ -60,12 +59,6 @@ class Receiver:
 
     def __init__(self, worker: Any) -> None:
         self._worker, self._groups = worker, dict[str, ReceiverGroup]()
-
-    def nccl(self) -> dict[str, str]:
-        """The version that is loaded, ``{"nccl": "2.29.7"}``; {} without. No group has two."""
-        if not dist.is_nccl_available():
-            return {}
-        return {"nccl": ".".join(map(str, dist.ProcessGroupNCCL.get_runtime_nccl_version()[:3]))}
 
     def join(self, *, name: str, host: str, port: int, backend: str, offset: int, size: int, timeout_s: float) -> None:
         """Join a group; several may stand at once, one for each pipeline stage of the trainer.
