@@ -302,6 +302,3 @@ class OptimizerConfig(Section):
     offload: bool = False
     """Keep the optimizer's state (12 bytes per parameter, over the ranks that share it) in the host's memory, but for
     the optimizer step itself. Needs optimizer.distributed."""
-    checkpoint_format: Literal["fully_reshardable", "dp_reshardable"] = "fully_reshardable"
-    """How a distributed optimizer's state is written: ``fully_reshardable`` resumes in any layout; ``dp_reshardable``
-    gathers nothing and is faster, and resumes at the same layout.tp and pp only."""

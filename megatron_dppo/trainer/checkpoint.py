@@ -51,7 +51,6 @@ from megatron_dppo.bridge.stored_policy import plain_values_only
 from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
-from megatron_dppo.models.layer_specs import choose_spec
 from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
@@ -83,7 +82,7 @@ class Checkpoints:
         self._source, self._keep, self._world = config.model.folder, config.run.keep_checkpoints, world
         self._background = config.run.checkpoint_in_background
         self._dtype = config.model.torch_dtype
-        self._writer = world.from_leader(lambda: Writer.of(config, choose_spec(config.model)))
+        self._writer = world.from_leader(lambda: Writer.of(config))
         self._files = world.from_leader(lambda: fingerprints(config))
         self._unfinished: _Unfinished | None = None
 

@@ -79,8 +79,7 @@ RULES: Mapping[str, Rule] = {
 - ``kept``: decides what a result is a result of, and changes with ``run.resume=anyway`` alone.
 - ``free``: how long, how fast and where.
 - ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.read_state` refuses a value that the stored weights or the
-  optimizer's state do not fit. It refuses another cut by ``layout.`` as well if ``optimizer.checkpoint_format`` was
-  dp_reshardable."""
+  optimizer's state do not fit."""
 PROMPTS = ("data.", "run.seed", *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES))
 """Settings and files that decide the order of the prompts and each prompt's history."""
 PLACES = ("model.path", "model.checkpoint", "loss.distillation.teacher", "data.train", "data.rollouts", "data.eval")

@@ -1,8 +1,6 @@
 """Who wrote a checkpoint: what its weights are, and in which form its optimizer's state is. Needs no torch.
 
-The weights of a checkpoint fit every layout. The optimizer's state follows them where it was written parameter by
-parameter. Written as it lies in the distributed optimizer's buffers, it fits no other cut of the policy, and no other
-order of its parameters, which Megatron would not notice.
+Weights and optimizer state fit every layout: both are written parameter by parameter.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ STATE = "trainer_state.json"
 _KEY = "written_by"
 FILES = "files"
 """In the state: fingerprints of the files that the run has read."""
-CUT = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
-"""Settings of the layout that say which parameters a rank has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,38 +56,27 @@ class Adapters:
 class Writer:
     """Form of a checkpoint's weights, and settings that its optimizer state depends on."""
 
-    tp: int
-    pp: int
     dtype: Literal["fp32", "bf16"]
-    optimizer: Literal["plain", "fully_reshardable", "dp_reshardable"]
-    """Every rank its whole shard's state, or the distributed optimizer's, in one of its formats."""
-    spec: str | None
-    """Layers, which have their parameters in another order each; None before a rank has chosen them."""
-    ep: int = 1
-    etp: int | None = None
-    vpp: int = 1
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
+    optimizer: Literal["plain", "fully_reshardable"]
+    """Every rank its whole shard's state, or the distributed optimizer's."""
     adapters: Adapters | None = None
     """None: the whole policy is in the checkpoint."""
 
     @classmethod
-    def of(cls, config: Config, spec: str | None = None) -> Writer:
-        optimizer, layout = config.optimizer, config.layout
-        kind = optimizer.checkpoint_format if optimizer.distributed else "plain"
-        cut = {name: getattr(layout, name) for name in CUT}
-        adapters = Adapters.of(config.model)
-        return cls(dtype=config.model.dtype, optimizer=kind, spec=spec, adapters=adapters, **cut)
+    def of(cls, config: Config) -> Writer:
+        kind: Literal["plain", "fully_reshardable"] = "fully_reshardable" if config.optimizer.distributed else "plain"
+        return cls(config.model.dtype, kind, Adapters.of(config.model))
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Writer:
-        """From what :func:`write_state` wrote.
+        """Return the writer from what :func:`write_state` wrote. Earlier versions also wrote the layout.
 
         Raises:
-            TypeError: if it is something else.
+            TypeError: ``values`` are something else.
+            KeyError: a value is missing.
         """
         adapters = values.get("adapters")
-        return cls(**{**values, "adapters": Adapters(**adapters) if adapters else None})
+        return cls(values["dtype"], values["optimizer"], Adapters(**adapters) if adapters else None)
 
 
 def write_state(place: Path, state: dict[str, Any], writer: Writer) -> None:
@@ -125,6 +110,9 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
     if (written := _writer(place, state)) is None:
         problem = "is of an earlier version, and does not say how its optimizer's state was written"
         raise refused("run.dir", place.parent.parent, problem, "Finish that run with that version")
+    if written.optimizer == "dp_reshardable":
+        problem = "has its optimizer's state in optimizer.checkpoint_format = dp_reshardable, which is no longer read"
+        raise refused("run.dir", place.parent.parent, problem, "Finish that run with the version that wrote it")
     if written.optimizer not in get_args(get_type_hints(Writer)["optimizer"]):
         raise damaged(place, "run.dir", f"{STATE} names no form of the optimizer's state: {written.optimizer!r}")
     for setting, was, is_now in _adapters_differ(written.adapters, now.adapters):
@@ -138,8 +126,6 @@ def read_state(place: Path, now: Writer) -> tuple[dict[str, Any], Writer]:
     if was != is_now:
         problem = f"holds the optimizer's state of optimizer.distributed = {was}, in another form"
         raise refused("optimizer.distributed", is_now, problem, f"Resume with optimizer.distributed={was}")
-    if written.optimizer == "dp_reshardable":
-        _check_cut(place, written, now)
     return {name: value for name, value in state.items() if name not in (_KEY, FILES)}, written
 
 
@@ -170,7 +156,7 @@ def writer_in(place: Path) -> Writer | None:
 def _writer(place: Path, state: Mapping[str, Any]) -> Writer | None:
     try:
         return Writer.read(state[_KEY]) if _KEY in state else None
-    except TypeError as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise damaged(place, "run.dir", f"{STATE} does not say who wrote it ({error})") from error
 
 
@@ -205,21 +191,3 @@ def _parse(place: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{STATE} cannot be read ({error})") from error
     return state
-
-
-def _check_cut(place: Path, written: Writer, now: Writer) -> None:
-    problem = f"{place} has its optimizer's state in optimizer.checkpoint_format = dp_reshardable, written at %s"
-    remedy = (
-        "Resume with %s; a checkpoint that such a run writes with optimizer.checkpoint_format=fully_reshardable "
-        "then resumes in any layout"
-    )
-    wanted = {name: getattr(written, name) for name in CUT}
-    if wanted != (ours := {name: getattr(now, name) for name in CUT}):
-        named = [name for name in CUT if name in ("tp", "pp") or wanted[name] != ours[name]]
-        now_said, then = (" x ".join(f"{name} {cut[name]}" for name in named) for cut in (ours, wanted))
-        problem = f"{problem % then}, and resumes at that only (dp may change)"
-        settings = " ".join(f"layout.{name}={'null' if wanted[name] is None else wanted[name]}" for name in named)
-        raise UserError("layout", now_said, problem, remedy % settings)
-    if now.spec and written.spec != now.spec:
-        problem = f"{problem % f'model.spec = {written.spec}'}, whose parameters come in another order"
-        raise UserError("model.spec", now.spec, problem, remedy % f"model.spec={written.spec}")

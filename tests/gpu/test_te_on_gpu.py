@@ -184,7 +184,7 @@ def test_a_forked_writer_holds_the_state_of_its_step(
     ranks: RankPool, policy: Path, tmp_path: Path, offload: bool
 ) -> None:
     """As it lies on the device or in pinned memory, of which the update after it changes every byte."""
-    config = configure(policy, "te", offload=offload, checkpoint_format="dp_reshardable")
+    config = configure(policy, "te", offload=offload)
     config = replace(config, run=replace(config.run, dir=str(tmp_path), checkpoint_in_background=True))
     [expected] = ranks.run(1, resumed_from_the_background, config, False)
     [ours] = ranks.run(1, resumed_from_the_background, config, True)

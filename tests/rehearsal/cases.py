@@ -88,7 +88,6 @@ CASES = {
     "moe replay update": Case(f"{TWO} loss.replay_routing=update", "moe"),
     "checkpoint": Case(extra="checkpoint"),
     "checkpoint offload": Case(OFFLOAD, extra="checkpoint"),
-    "checkpoint dp_reshardable": Case("optimizer.checkpoint_format=dp_reshardable", extra="checkpoint"),
     "checkpoint moe": Case(policy="moe", extra="checkpoint"),
 }
 if version("megatron-core") >= "0.19":

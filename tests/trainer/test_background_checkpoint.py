@@ -74,7 +74,7 @@ def train_while_it_is_written(
     ("layout", "settings"),
     [
         (LayoutConfig(tp=2, dp=1), {}),
-        (LayoutConfig(dp=2), {"fmt": "dp_reshardable", "dtype": "bf16", "offload": True}),
+        (LayoutConfig(dp=2), {"dtype": "bf16", "offload": True}),
     ],
     ids=["tp2", "dp2 bf16, as it lies on the host"],
 )

@@ -32,14 +32,12 @@ def configure(
     *,
     distributed: bool = True,
     dtype: str = "fp32",
-    fmt: str = "fully_reshardable",
     offload: bool = False,
     lr: float = 1e-2,
 ) -> Config:
     """Return settings with an ``eps`` of about the gradients' size, so that all of Adam's state moves the weights."""
     config = config_for(policy, layout, LossConfig(), 128, distributed)
-    adam = replace(config.optimizer, lr=lr, eps=1e-2, clip_grad=1.0, weight_decay=0.1)
-    adam = replace(adam, checkpoint_format=fmt, offload=offload)
+    adam = replace(config.optimizer, lr=lr, eps=1e-2, clip_grad=1.0, weight_decay=0.1, offload=offload)
     model = replace(config.model, dtype=dtype)
     return replace_run(replace(config, model=model, optimizer=adam), run)
 
@@ -95,9 +93,9 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 MIXTURE = "ep2 tp2 sp etp1"
 SAME = (
-    ("tied", "dp2", {"fmt": "dp_reshardable", "dtype": "bf16", "offload": True}),
+    ("tied", "dp2", {"dtype": "bf16", "offload": True}),
     pytest.param("untied", "tp2", {"distributed": False}, marks=pytest.mark.quick),
-    ("experts", "ep2 pp2 vpp2", {"fmt": "dp_reshardable"}),
+    ("experts", "ep2 pp2 vpp2", {}),
     ("mixture", MIXTURE, {"dtype": "bf16"}),
 )
 """Policies, layouts and settings."""
@@ -125,7 +123,6 @@ CHANGED: tuple[tuple[str, str, tuple[str, ...], int, dict[str, Any]], ...] = (
     ("untied", "cp2", ("pp2 vpp2",), 0, {"distributed": False}),
     ("three heads", "tp3 sp", ("tp2",), 2, {}),  # with another padding of the vocabulary
     ("experts", "ep2 dp2", (MIXTURE, "pp2 vpp2"), 2, {}),
-    ("untied", "dp2", ("one",), 2, {"fmt": "dp_reshardable"}),
     # At the others' rate rounding grows to 1e-3 of the gradient's norm in four updates of any two layouts.
     ("mixture", MIXTURE, ("one", "pp2 vpp2"), 2, {"lr": 1e-3}),
 )
@@ -143,14 +140,13 @@ def test_run_resumes_in_another_layout(
     ranks: RankPool,
     tmp_path: Path,
 ) -> None:
-    """A run resumes with another ``checkpoint_format``, too."""
     if not trains(policies[kind]):
         pytest.skip("this Megatron-Core cannot train it")
     layouts = {"one": ONE, **LAYOUTS}
     config = configure(policies[kind], tmp_path, layouts[before], **settings)
     expected, losses = ranks.run(ranks_in(config.layout), train, config, 4, (saved,))[0]
     for name in after:
-        other = configure(policies[kind], tmp_path, layouts[name], **{**settings, "fmt": "fully_reshardable"})
+        other = configure(policies[kind], tmp_path, layouts[name], **settings)
         ours, resumed = ranks.run(ranks_in(other.layout), train, other, 4, ())[0]
         assert len(resumed) == 4 - saved
         torch.testing.assert_close(resumed, losses[saved:], rtol=1e-5, atol=0.0)

@@ -39,7 +39,7 @@ def config(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Settings of a run with checkpoints after its first and second step, with an object among the shards."""
     folder = tmp_path_factory.mktemp("run")
     policy = write_policy(folder / "policy", layers=2)
-    config = configure(policy, folder / "run", LayoutConfig(dp=1), fmt="dp_reshardable")
+    config = configure(policy, folder / "run", LayoutConfig(dp=1))
     ranks.run(1, train, config, 2, (1, 2))
     return config
 

@@ -22,7 +22,7 @@ from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.fingerprints import fingerprints
 from megatron_dppo.trainer.preflight import OVERHEAD, check_config, disk_needed, mistakes, preflight
 from megatron_dppo.trainer.resume import record
-from megatron_dppo.trainer.writer import FILES, STATE, Writer, read_state, write_state
+from megatron_dppo.trainer.writer import FILES, STATE, Writer, write_state
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.commands import Command
 from tests.small_runs import small_words, write_run
@@ -115,7 +115,7 @@ def write_marks(config: Config, step: int, state: Mapping[str, Any] | None = Non
     place.mkdir(parents=True, exist_ok=True)
     (place / FORMAT).write_text("{}")
     (place.parent / TRACKER).write_text(str(step))
-    write_state(place, dict(state or {}), Writer.of(config, "torch"))
+    write_state(place, dict(state or {}), Writer.of(config))
     Checksums(place, {}).write()
     return place
 
@@ -136,7 +136,6 @@ def test_checkpoint_replaces_the_weights_of_a_policy(policy: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("written", "resumed", "setting"),
     [
-        ("optimizer.checkpoint_format=dp_reshardable", "layout.pp=2", "layout"),
         ("optimizer.distributed=false", "layout.pp=1", "optimizer.distributed"),
         ("model.dtype=bf16", "layout.pp=1", "model.dtype"),
     ],
@@ -166,12 +165,18 @@ def test_unreadable_data_of_a_resumed_run_is_the_only_mistake(name: str, policy:
     assert [mistake.setting for mistake in mistakes(other, "train")] == ["data.train"]
 
 
-def test_buffers_of_another_order_of_parameters_are_refused(policy: Path, tmp_path: Path) -> None:
-    config = config_of(policy, tmp_path, "optimizer.checkpoint_format=dp_reshardable")
+def test_optimizer_state_of_a_removed_format_is_refused(policy: Path, tmp_path: Path) -> None:
+    """Earlier versions wrote the layout as well, which is not read."""
+    config = config_of(policy, tmp_path)
     place = write_marks(config, 3)
-    read_state(place, Writer.of(config, "torch"))
-    with pytest.raises(UserError, match=r"model\.spec = te: .* written at model\.spec = torch"):
-        read_state(place, Writer.of(config, "te"))
+    earlier = {"written_by": {"tp": 2, "spec": "torch", "dtype": "fp32", "optimizer": "fully_reshardable"}}
+    for written in (earlier, {"written_by": earlier["written_by"] | {"optimizer": "dp_reshardable"}}):
+        (place / STATE).write_text(json.dumps(written))
+        Checksums(place, {}).write()
+        if written is earlier:
+            preflight(config, "train")
+    problem = "has its optimizer's state in optimizer.checkpoint_format = dp_reshardable"
+    assert problem in refuse(config).problem
 
 
 def test_missing_room_on_the_disk_is_found(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

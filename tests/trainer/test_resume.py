@@ -85,7 +85,7 @@ run.length_gate=3 run.loggers=[] run.profile=[2] run.export=true run.checkpoint_
 model.deterministic=true model.recompute=selective model.head_chunk_mib=8 model.spec=torch
 layout.timeout_s=300 optimizer.lr=5e-4 optimizer.schedule=cosine optimizer.min_lr=1e-5 optimizer.warmup_steps=1
 optimizer.clip_grad=0.5 optimizer.weight_decay=0.01 optimizer.beta1=0.8 optimizer.beta2=0.99 optimizer.eps=1e-7
-optimizer.offload=true optimizer.checkpoint_format=dp_reshardable eval.every=2 eval.problems=3 eval.samples=2
+optimizer.offload=true eval.every=2 eval.problems=3 eval.samples=2
 eval.temperature=0.5 eval.show=1 eval.batch=2 eval.top_p=0.9 eval.top_k=5 eval.max_response_tokens=7 rollout.ahead=1
 rollout.samples_per_prompt=3 rollout.max_response_tokens=8 rollout.stop_token_ids=[2,3] rollout.max_batch=32
 rollout.timeout_s=900 rollout.max_logprob_diff=1 rollout.max_prob_error=9 rollout.sync.check_every=1
