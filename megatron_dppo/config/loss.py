@@ -137,10 +137,9 @@ class LossConfig(Section):
     updates_per_rollout: Positive = 1
     """Optimizer steps per rollout: the window is split into so many minibatches of whole groups."""
     distillation: DistillationConfig = DistillationConfig()
-    replay_routing: Literal["none", "update", "rollout"] = "none"
+    replay_routing: Literal["none", "rollout"] = "none"
     """Mixtures of experts: whose choice of experts the updates take over, so that ratios compare the same experts.
-    ``update``: the one of the weights that the rollout's first update starts from; ``rollout``: the engine's, of each
-    token in each layer."""
+    ``rollout``: the engine's, of each token in each layer."""
 
     @property
     def distillation_coef(self) -> float:

@@ -320,8 +320,6 @@ class Actor(Policy):
         self.optimizer.prepare_grads()
         has_sums = self.world.last_stage and self.world.tp_rank == 0 and self.world.cp_rank == 0
         sums = [*outputs] if has_sums else []
-        if self.routing:
-            sums.append(self.routing.take_sums())
         named = [each for output in sums for each in output.items()]
         squares = gradient_squares(self.optimizer, self.world.device)
         counts = self._expert_load.take() if self._expert_load else squares.new_empty(0)

@@ -13,8 +13,6 @@ from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.rl.types import Pack
 
 SHARE = tuple(field.name for field in fields(Share))
-RecordedRouting = dict[int, torch.Tensor]
-"""The experts that a pass over a pack has chosen on this rank, by chunk of the policy: [t, layers of the chunk, k]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +29,6 @@ class Microbatch:
     """[R]"""
     reference_logprobs: np.ndarray | None = None
     """[R]"""
-    routing: RecordedRouting | None = None
-    """Routing of the pass that gave ``old_logprobs``; replayed in place of the pack's."""
     teachers: tuple[TeacherHead, ...] = ()
     """Each of some of the targets."""
 

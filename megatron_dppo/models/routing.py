@@ -2,8 +2,8 @@
 
 A ratio of two log-probabilities of a token compares two policies only where both send the token through the same
 experts. Weights that have moved a little, or an engine that rounds in another way, choose others for some tokens, and
-these tokens' ratios are far from 1 for no fault of the update. Replayed are either the engine's own choices, which came
-with the rollouts (arXiv:2510.11370), or those of the pass that gave the old log-probabilities (arXiv:2507.18071).
+these tokens' ratios are far from 1 for no fault of the update. Replayed are the engine's own choices, which came with
+the rollouts (arXiv:2510.11370).
 
 Which experts a token has is replayed. How much each of them counts is the router's own softmax over those experts, with
 its gradient.
@@ -25,15 +25,12 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_dppo.models.context import Share
-from megatron_dppo.models.microbatch import Microbatch, RecordedRouting
+from megatron_dppo.models.microbatch import Microbatch
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.types import Ints, Pack, RoutingShape, unknown_expert
+from megatron_dppo.rl.types import Ints, RoutingShape, unknown_expert
 
-REPLAYED, REPLACED = "replayed_routings", "train/routing_replaced"
-"""Sums of an update over the tokens that predict one which is trained on, and over their layers: choices of experts
-that were replayed, and those among them that the router would have made otherwise."""
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -48,24 +45,18 @@ class RouterReplay:
         self._unknown = unknown
         self._in_pass = False
         self._target: torch.Tensor | None = None
-        self._counted: torch.Tensor | None = None
         self._again: deque[torch.Tensor | None] = deque()
         """Targets of passes whose layers run again when their gradients are computed; microbatches come back in
         order."""
-        self.chosen: torch.Tensor | None = None
-        """[t, k], of the last pass."""
-        self.counts: list[torch.Tensor] = []
-        """[2] for each pass with a gradient: tokens whose experts were replayed, and were others than by choice."""
 
-    def enter(self, target: torch.Tensor | None, counted: torch.Tensor | None, *, again: bool) -> None:
+    def enter(self, target: torch.Tensor | None, *, again: bool) -> None:
         """A forward pass begins.
 
         Args:
             target: [t, k], the experts of this rank's tokens; None: the router chooses.
-            counted: [t] bool, the tokens to be counted; None: none.
             again: whether the layer runs a second time, in the backward pass.
         """
-        self._in_pass, self._target, self._counted = True, target, counted
+        self._in_pass, self._target = True, target
         if again:
             self._again.append(target)
 
@@ -75,8 +66,6 @@ class RouterReplay:
 
     def clear(self) -> None:
         self._again.clear()
-        self.counts.clear()
-        self.chosen = None
 
     def get_replay_topk(
         self,
@@ -91,15 +80,8 @@ class RouterReplay:
         target = self._target if self._in_pass else self._again.popleft()
         if target is not None:
             target = target.long()
-            known = target[:, :1] != self._unknown
-            chosen = torch.where(known, target, own)
-            values = scores.gather(1, chosen)
-            if self._in_pass and self._counted is not None:
-                differs = (chosen.sort(dim=1).values != own.sort(dim=1).values).any(dim=1)
-                self.counts.append(torch.stack([(known[:, 0] & self._counted).sum(), (differs & self._counted).sum()]))
-            own = chosen
-        if self._in_pass:
-            self.chosen = own
+            own = torch.where(target[:, :1] != self._unknown, target, own)
+            values = scores.gather(1, own)
         return values, own
 
 
@@ -114,7 +96,7 @@ class RoutingReplay:
 
     def __init__(self, chunks: Sequence[PolicyModel], world: World, shape: RoutingShape) -> None:
         config = chunks[0].config
-        self._world, self._dtype = world, torch.from_numpy(np.empty(0, shape.dtype)).dtype
+        self._world = world
         self._splits_tokens = bool(config.sequence_parallel)
         self._recomputes = config.recompute_granularity is not None
         self._routers: list[list[RouterReplay]] = []
@@ -129,14 +111,12 @@ class RoutingReplay:
         self.layers: Ints = np.array(sorted(n for some in numbers for n in some), np.int64)
         """Those of this rank, counted from 0 over the whole policy."""
         self._columns = [np.searchsorted(self.layers, some) for some in numbers]
-        self._record: Sequence[RecordedRouting] | None = None
-        self._passes = [0] * len(chunks)
 
     def clear(self) -> None:
         """Forget everything of the passes so far."""
-        self._passes = [0] * len(self._passes)
-        for router in self._every_router():
-            router.clear()
+        for routers in self._routers:
+            for router in routers:
+                router.clear()
 
     @contextmanager
     def over(self, chunk: int, batch: Microbatch, share: Share | None) -> Iterator[None]:
@@ -146,56 +126,16 @@ class RoutingReplay:
             share: what this rank takes of the pack, on the host; None: everything.
         """
         training = torch.is_grad_enabled()  # asked here: a layer that will run again runs without gradients first
-        table = self._table(chunk, batch, share)
-        counted = self._trained_on(batch.pack, share) if training and table is not None else None
+        table = None
+        if batch.pack.routing is not None:
+            table = self._to_device(self._mine(batch.pack.routing, share)[:, self._columns[chunk]])
         for i, router in enumerate(self._routers[chunk]):
-            router.enter(None if table is None else table[:, i], counted, again=training and self._recomputes)
+            router.enter(None if table is None else table[:, i], again=training and self._recomputes)
         try:
             yield
         finally:
             for router in self._routers[chunk]:
                 router.leave()
-        if self._record is not None:
-            chosen = [router.chosen for router in self._routers[chunk] if router.chosen is not None]
-            self._record[self._passes[chunk]][chunk] = torch.stack(chosen, dim=1).to(self._dtype)
-        self._passes[chunk] += 1
-
-    @contextmanager
-    def recorded(self, microbatches: int) -> Iterator[Sequence[RecordedRouting]]:
-        """Routing of each microbatch in one pass of the policy; full when the pass ends."""
-        self._record = [{} for _ in range(microbatches)]
-        try:
-            yield self._record
-        finally:
-            self._record = None
-
-    def take_sums(self) -> dict[str, torch.Tensor]:
-        """``REPLAYED`` and ``REPLACED``, of this rank's layers and tokens since the last pass began, on the device.
-
-        Empty on ranks whose tokens another rank has as well.
-        """
-        counts = [each for router in self._every_router() for each in router.counts]
-        if not counts or (self._world.tp_rank > 0 and not self._splits_tokens):
-            return {}
-        return dict(zip((REPLAYED, REPLACED), torch.stack(counts).sum(dim=0), strict=True))
-
-    def _every_router(self) -> Iterator[RouterReplay]:
-        for routers in self._routers:
-            yield from routers
-
-    def _table(self, chunk: int, batch: Microbatch, share: Share | None) -> torch.Tensor | None:
-        """[t, layers of the chunk, k], of this rank's tokens; None where nothing is replayed."""
-        if batch.routing is not None:
-            return batch.routing[chunk]
-        if batch.pack.routing is None:
-            return None
-        return self._to_device(self._mine(batch.pack.routing, share)[:, self._columns[chunk]])
-
-    def _trained_on(self, pack: Pack, share: Share | None) -> torch.Tensor:
-        """[t] bool, this rank's tokens that predict one which is trained on."""
-        predicts = np.zeros(len(pack.token_ids), bool)
-        predicts[pack.predictors] = True
-        return self._to_device(self._mine(predicts, share))
 
     def _mine(self, of_tokens: np.ndarray[Any, Any], share: Share | None) -> np.ndarray[Any, Any]:
         """[T, …], of a pack's tokens, to [t, …], of those that the routers of this rank see."""

@@ -148,4 +148,4 @@ def check_settings(config: Config, several: int) -> None:
         raise UserError("loss.tis_level", "sequence", problem, "Set loss.tis_level=token")
     if loss.replay_routing == "rollout":
         problem = f"wants to know which experts made every token, {problem}, of which that is not kept"
-        raise UserError("loss.replay_routing", "rollout", problem, "Set loss.replay_routing=update, or none")
+        raise UserError("loss.replay_routing", "rollout", problem, "Set loss.replay_routing=none")

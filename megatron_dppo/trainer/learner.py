@@ -11,8 +11,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, Sums, learning_rate, with_gradients
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
-from megatron_dppo.models.microbatch import Microbatch, RecordedRouting, Responses
-from megatron_dppo.models.routing import REPLACED, REPLAYED
+from megatron_dppo.models.microbatch import Microbatch, Responses
 from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
@@ -166,8 +165,6 @@ class Learner:
         metrics = {"train/no_op_updates": float(len(plan.minibatches) - len(packs))}
         if norms:
             tokens, fresh, total = (totals.pop(name) for name in ("tokens", FRESH_TOKENS, "train/loss"))
-            if replayed := totals.pop(REPLAYED, 0.0):
-                metrics[REPLACED] = totals.pop(REPLACED) / replayed
             mismatch = {name: totals.pop(name) for name in MISMATCH}
             metrics |= {name: value / tokens for name, value in totals.items()}
             metrics |= {name: value / fresh for name, value in mismatch.items() if fresh}
@@ -216,10 +213,10 @@ class Learner:
     def _microbatches(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Microbatch]:
         """With one update per rollout the ratio is 1 against the policy itself, and no pass for old values is made."""
         nothing = [None] * len(packs)
-        old, chosen = self._before_updates(packs) if self._config.loss.updates_per_rollout > 1 else (nothing, nothing)
+        old = self._actor.log_probabilities(packs) if self._config.loss.updates_per_rollout > 1 else nothing
         reference = self.reference.log_probabilities(packs) if self.reference else nothing
         taught = self._heads(minibatch, packs)
-        return [Microbatch(*parts) for parts in zip(packs, old, reference, chosen, taught, strict=True)]
+        return [Microbatch(*parts) for parts in zip(packs, old, reference, taught, strict=True)]
 
     def _heads(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[tuple[TeacherHead, ...]]:
         """Teachers' heads for each pack. One after the other reads the packs in which any of its sequences are, on this
@@ -239,16 +236,6 @@ class Learner:
             for k, head in zip(read, heads, strict=True):
                 found[k] += (head,) if head else ()
         return found
-
-    def _before_updates(
-        self, packs: list[Pack]
-    ) -> tuple[Sequence[np.ndarray | None], Sequence[RecordedRouting | None]]:
-        """The log-probabilities before the first update, and with ``update`` the experts that gave them."""
-        routing = self._actor.routing
-        if routing is None or self._config.loss.replay_routing != "update":
-            return self._actor.log_probabilities(packs), [None] * len(packs)
-        with routing.recorded(len(packs)) as chosen:
-            return self._actor.log_probabilities(packs), chosen
 
     def _check_start(
         self, sums: Mapping[str, float], step: int, version: int, scored: Sequence[tuple[Pack, torch.Tensor]]

@@ -85,7 +85,6 @@ CASES = {
     "moe recompute": Case(SELECTIVE, "moe"),
     "moe lora": Case(LORA, "moe"),
     "moe pp2 last": Case(PP2, "moe", rank=1),
-    "moe replay update": Case(f"{TWO} loss.replay_routing=update", "moe"),
     "checkpoint": Case(extra="checkpoint"),
     "checkpoint offload": Case(OFFLOAD, extra="checkpoint"),
     "checkpoint moe": Case(policy="moe", extra="checkpoint"),

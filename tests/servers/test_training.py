@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.init import write_model
-from megatron_dppo.models.routing import REPLACED
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.trainer.checkpoint import TRACKER
 from tests.policies import SCALED
@@ -175,7 +174,6 @@ def test_replayed_routing_brings_rollouts_nearer(train: Train, real_servers: Rea
         settings = [bf16, "layout.tp=1", *limits, f"loss.replay_routing={mode}"]
         found.append(train(policy, *settings, servers=(server,), name=mode).finish()[1:])
     for without, replayed in zip(*found, strict=True):
-        assert 0.0 < replayed[REPLACED] < 0.1
         assert replayed["train/rollout_logprob_abs_diff"] < 0.6 * without["train/rollout_logprob_abs_diff"]
 
 
