@@ -1,15 +1,8 @@
 """A user's function by its name, ``module:function`` or ``file.py:function``, and its files. Imports nothing heavy.
 
-Functions written for slime import these names from it, and are given them here:
-
-=====================================  ==========================================================================
-``slime.utils.types``                  ``Sample``
-``slime.utils.http_utils``             ``post(url, payload)``, which shows the run's servers their secret
-``slime.rollout.sglang_rollout``       ``GenerateState(args)``, of which ``tokenizer`` and ``args``
-=====================================  ==========================================================================
-
-These stand in for slime's own: those would look for a cluster of slime's. The modules of the table have no other names
-here, and an import of one says so (``MISSING``).
+Reward functions written for slime import ``Sample`` from ``slime.utils.types``, and are given this file's. Their files
+may also import ``post`` and ``GenerateState``, which slime's generate functions use: they can be imported, not called.
+The modules of slime have no other names here, and an import of one says so (``MISSING``).
 """
 
 from __future__ import annotations
@@ -20,9 +13,8 @@ import importlib.util
 import inspect
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
@@ -33,10 +25,7 @@ from typing import Any
 
 from megatron_dppo.errors import UserError
 
-MISSING = "Of slime's own names only Sample, post and GenerateState are here: bring the rest along in files of yours"
-Post = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
-poster: ContextVar[Post] = ContextVar("poster")
-""":func:`post` for the completion that is being generated."""
+MISSING = "Of slime's own names only Sample is here: bring the rest along in files of yours"
 
 
 class Arguments(SimpleNamespace):
@@ -58,13 +47,9 @@ class Status(Enum):
     FAILED = "failed"
 
 
-ENDS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""By SGLang's reasons to finish."""
-
-
 @dataclass
 class Sample:
-    """A completion, on its way through a function of slime's form."""
+    """A completion, as a reward function of slime's form gets it."""
 
     prompt: Any = None
     """As the policy reads it: slime renders prompts, too, before any function sees them."""
@@ -89,61 +74,19 @@ class Sample:
     session_id: str | None = None
     Status = Status
 
-    def append_response_tokens(
-        self,
-        args: Any,
-        *,
-        tokens: Sequence[int],
-        log_probs: Sequence[float] | None = None,
-        trainable: bool = True,
-        meta_info: Mapping[str, Any] | None = None,
-        text: str = "",
-    ) -> None:
-        """Take in what the policy sampled, or, not ``trainable``, what it was given."""
-        mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
-        given = [0.0] * len(tokens) if log_probs is None else list(log_probs)
-        self.tokens = [*self.tokens, *tokens]
-        self.loss_mask = [*mask, *[int(trainable)] * len(tokens)]
-        self.rollout_log_probs = [*(self.rollout_log_probs or ()), *given]
-        self.response_length += len(tokens)
-        self.response += text
-        if meta_info is not None:
-            self.update_from_meta_info(args, meta_info)
 
-    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
-        """Take in how a request ended, from SGLang's answer to it."""
-        if "weight_version" in meta_info:
-            self.weight_versions.append(meta_info["weight_version"])
-        self.status = ENDS[meta_info["finish_reason"]["type"]]
-
-
-async def post(url: str, payload: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-    """A server's answer, read as JSON. Further arguments, of retries and headers, are the run's own business."""
-    return await poster.get()(url, payload)
-
-
-@functools.cache
-def _tokenizer(path: str) -> Any:
-    from megatron_dppo.data.tokenizer import load_tokenizer
-
-    return load_tokenizer(path)
-
-
-class GenerateState:
-    """The tokenizer of the policy."""
-
-    def __init__(self, args: Arguments) -> None:
-        self.args = args
-        self.tokenizer = _tokenizer(args.hf_checkpoint)
+def generate_only(*_: Any, **__: Any) -> Any:
+    """Stand in for names that only slime's generate functions call."""
+    raise NotImplementedError("slime's generate functions do not run here: write the turns as rollout.conversation")
 
 
 NAMES: Mapping[str, Mapping[str, Any]] = {
     "slime": {},
     "slime.utils": {},
     "slime.utils.types": {"Sample": Sample},
-    "slime.utils.http_utils": {"post": post},
+    "slime.utils.http_utils": {"post": generate_only},
     "slime.rollout": {},
-    "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
+    "slime.rollout.sglang_rollout": {"GenerateState": generate_only},
 }
 
 

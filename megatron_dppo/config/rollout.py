@@ -313,9 +313,6 @@ class RolloutConfig(Section):
     """Roles in which the policy speaks in rollout.conversation, such as ``[solver, critic]``. Each of its turns says
     which, and reward.function gives each role a reward, whose baseline is that role's alone. Biased where they differ:
     see ``rl/advantages.py``. Empty: a conversation has one reward."""
-    custom_generate: str | None = None
-    """slime's ``async custom_generate(args, sample, sampling_params)``, in the place of rollout.conversation: it speaks
-    to an SGLang server."""
     ahead: Count = 0
     """Steps whose rollouts are asked for before a step trains, beyond its own: servers generate meanwhile, with weights
     that are so many updates old at most, corrected by truncated importance weights (loss.tis_cap). Steps train in the

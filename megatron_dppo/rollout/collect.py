@@ -118,7 +118,7 @@ class Collector:
             answers = self._read(_offline_answers(rollouts.prompts, self._offline))
         else:
             answers = self.answers(rollouts.prompts, rollouts.pending, of_all=total)
-        if rollout.conversation or rollout.custom_generate or rollout.engine_function:  # others make one sequence
+        if rollout.conversation or rollout.engine_function:  # others make one sequence
             look = partial(check_sequences, self._config, answers.prompts, answers.completions)
             self._world.together(look, what="look at the rollouts' sequences")
         if self._routing is not None:

@@ -47,7 +47,6 @@ FUNCTIONS = (
     "pruning.prompts.function",
     "pruning.completions.function",
     "rollout.conversation",
-    "rollout.custom_generate",
 )
 """Settings that name functions of the user which results depend on."""
 HELD_OUT = ("data.eval", "eval.benchmarks")

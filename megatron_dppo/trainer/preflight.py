@@ -157,7 +157,7 @@ def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
         return
     yield partial(_check_columns, config)
     yield lambda: check_turns(config, config.data, lambda: _environments_problems(config.data))
-    if config.rollout.conversation is not None or config.rollout.custom_generate is not None:
+    if config.rollout.conversation is not None:
         yield partial(conversation_of, config)
     rules = config.pruning.prompts.function, config.pruning.completions.function
     if {config.loss.objective, config.rollout.engine_function, *rules} != {None}:

@@ -56,7 +56,6 @@ RULES: Mapping[str, Rule] = {
     "rollout.temperature": "kept",
     "rollout.roles": "kept",
     "rollout.conversation": "kept",
-    "rollout.custom_generate": "kept",
     "rollout.prompts_per_step": "kept",
     "reward.": "kept",
     "reward.timeout_s": "free",

@@ -181,14 +181,11 @@ FILE = Path(__file__).parent / "calculator.py"
 TOOL, FIRST_TURN = "=7\n", 6
 
 
-@pytest.mark.parametrize(
-    ("kind", "setting"),
-    [("sglang", f"custom_generate={FILE}:generate"), ("vllm", f"conversation={FILE}:rollout")],
-)
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
 def test_conversations_with_a_tool_are_trained_on(
-    train: Train, real_servers: RealServers, served_policy: Path, kind: Kind, setting: str
+    train: Train, real_servers: RealServers, served_policy: Path, kind: Kind
 ) -> None:
-    settings = [f"rollout.{setting}", "pruning.prompts.rule=none", "run.steps=2", "eval.show=4"]
+    settings = [f"rollout.conversation={FILE}:rollout", "pruning.prompts.rule=none", "run.steps=2", "eval.show=4"]
     run = train(served_policy, *settings, servers=(real_servers.get(kind),))
     for step in run.finish()[1:]:
         check_agreement([step], 1)

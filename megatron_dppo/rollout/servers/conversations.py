@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +22,6 @@ from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
 
-T = TypeVar("T")
 AGAIN_S = 0.3
 """Before a server that aborted a turn, perhaps because it is paused, is asked to go on with it."""
 
@@ -45,7 +43,7 @@ def completion_of(result: GenerateResult, versions: Sequence[VersionSpan]) -> Co
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class ConversationClient(Client):
-    """See :class:`Client`. The methods are for the conversations' thread."""
+    """See :class:`Client`. ``turn`` is for the conversations' thread."""
 
     through = ServerError
     server: ServerClient
@@ -53,33 +51,9 @@ class ConversationClient(Client):
     spans: ReadVersions
     timeout_s: float
     """How long one request may take."""
-    told: list[str] = field(default_factory=list)
-    """Versions of the weights that answered :meth:`post`, as the server told them."""
 
     async def turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
-        return await self._in_http(self._turn(context, limit, stops))
-
-    async def post(self, url: str, payload: Mapping[str, Any]) -> Any:
-        """A request in the words of the server, or of another host: what it answers, read as JSON.
-
-        Raises:
-            ServerError: the server failed.
-            ConversationError: another host did.
-        """
-        return await self._in_http(self._post(url, payload))
-
-    async def version(self) -> str:
-        """Version of the server's weights, now, as it reports it."""
-        return await self._in_http(self.server.version())
-
-    async def read_versions(self, told: Sequence[tuple[str, int]]) -> list[VersionSpan]:
-        async def read() -> list[VersionSpan]:
-            return self.spans(told)
-
-        return await self._in_http(read())
-
-    async def _in_http(self, work: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.wrap_future(self.server.http.start(work))
+        return await asyncio.wrap_future(self.server.http.start(self._turn(context, limit, stops)))
 
     async def _turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
         """One turn; what the server aborts, it is asked to go on with."""
@@ -109,20 +83,6 @@ class ConversationClient(Client):
     async def _result(self, request: GenerateRequest) -> GenerateResult:
         (result,) = await self.server.generate(request, timeout_s=self.timeout_s)
         return result
-
-    async def _post(self, url: str, payload: Mapping[str, Any]) -> Any:
-        server, parts = self.server, urlsplit(url)
-        base, path = f"{parts.scheme}://{parts.netloc}", url.partition(parts.netloc)[2]
-        if _host(url) != _host(server.url):
-            try:
-                return await server.http.call_patiently("POST", base, path, body=payload, timeout_s=self.timeout_s)
-            except ServerError as error:
-                raise ConversationError(error.url, error.problem, alive=error.alive) from None
-        answer = await server.post(path, payload, timeout_s=self.timeout_s)
-        for each in answer if isinstance(answer, list) else [answer]:
-            if isinstance(each, Mapping) and "weight_version" in (each.get("meta_info") or {}):
-                self.told.append(str(each["meta_info"]["weight_version"]))
-        return answer
 
 
 class Conversations:
@@ -156,7 +116,7 @@ class Conversations:
 
         Raises:
             ServerError: the server failed.
-            ConversationError: the function gave one of them up, or took too long, or a host that it asks failed it.
+            ConversationError: the function gave one of them up, or took too long.
             UserError: the function raised, cancelled others' tasks, or returned what cannot be trained on.
         """
         client = partial(ConversationClient, function=self._function, prompt=prompt, sampling=sampling, server=server)
@@ -182,8 +142,3 @@ class Conversations:
         except TryAgainError as error:
             problem = f"was given up by {self._function.spec}: {error}"
             raise ConversationError(client.server.url, problem, alive=True) from None
-
-
-def _host(url: str) -> tuple[str | None, int | None]:
-    parts = urlsplit(url)
-    return parts.hostname, parts.port
