@@ -58,8 +58,6 @@ class Recipe:
     seed: int = 1
     subnetworks: int | None = None
     """Pairs of random subnetworks that Shapley values are means over; None: layers are left out one at a time."""
-    refit: bool = False
-    """Whether down projections are fitted anew to what is left."""
 
     def check(self, shape: PolicyShape) -> None:
         """Refuse what cannot be done to a policy of this shape, or not be said by its config.json.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from megatron_dppo.compress.choose import BY_REWARD, SCORES
 from megatron_dppo.compress.cut import MULTIPLES, Cut
 from megatron_dppo.compress.job import CompressionJob
 from megatron_dppo.compress.reader import Reader, Whole
-from megatron_dppo.compress.refit import Refit
 from megatron_dppo.config import Config, LoraConfig, replace
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.errors import UserError
@@ -54,20 +53,12 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
     add_calibration_arguments(parser)
-    refit = (
-        "fit down projections to what is left, by least squares: residual streams as close to MODEL's as can be; not "
-        "with --layout or --score shapley-reward"
-    )
-    parser.add_argument("--refit", action="store_true", help=refit)
     config = (
         "with which --score shapley-reward has answers made and scored: a YAML file, and settings that override it; "
         "comes last"
     )
     parser.add_argument("--config", metavar="CONFIG a.b=c", nargs="+", help=config)
-    verify = (
-        "load what was written, and compare its logits with those of MODEL without the parts that are gone, and with "
-        "the fitted weights of --refit"
-    )
+    verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
     parser.add_argument("--verify", action="store_true", help=verify)
     dry_run = "check everything, print what would be written, and stop"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
@@ -141,10 +132,9 @@ def compress(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         return Whole(model, work.shape, read, passes)
 
     depends_on = work.depends_on(scored, others, model.dtype if asked else None)
-    refit = Refit(reader(scored, Accumulator()), work.plan.dtype) if work.recipe.refit else None
-    cut, losses = work.score(reader, scored, others, depends_on, refit=refit)
-    verify = partial(_verify, model, refit) if chosen.verify else None
-    work.write(cut, losses, of_others=bool(others), refit=refit, verify=verify)
+    cut, losses = work.score(reader, scored, others, depends_on)
+    verify = partial(_verify, model) if chosen.verify else None
+    work.write(cut, losses, of_others=bool(others), verify=verify)
     forget(chosen.out)
     return 0
 
@@ -199,9 +189,8 @@ def _check_options(chosen: argparse.Namespace) -> None:
     if chosen.config and score != BY_REWARD:
         problem = f"says how answers are asked for and scored, and --score {score} asks for none"
         raise UserError("--config", " ".join(chosen.config), problem, f"Leave it out, or give --score {BY_REWARD}")
-    for option, given in (("--verify", chosen.verify), ("--refit", chosen.refit)):
-        if given:
-            check_in_one_process(option, score, chosen.layout)
+    if chosen.verify:
+        check_in_one_process("--verify", score, chosen.layout)
 
 
 def check_asking(score: str, config: Sequence[str] | None) -> None:
@@ -286,7 +275,7 @@ def load_whole(folder: Path, shape: PolicyShape, stored: torch.dtype) -> Any:
 
 
 @torch.no_grad()
-def _verify(model: Any, refit: Refit | None, written: Path, shape: PolicyShape, cut: Cut) -> float:
+def _verify(model: Any, written: Path, shape: PolicyShape, cut: Cut) -> float:
     """The largest difference of two logits of the written policy and the larger one, over the deviation of all.
 
     Raises:
@@ -296,7 +285,7 @@ def _verify(model: Any, refit: Refit | None, written: Path, shape: PolicyShape, 
         left = read_shape(written)
         check_weights(written, left)
     tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(device())
-    with Whole(model, shape, ()).as_cut(cut), refit.applied() if refit else nullcontext():
+    with Whole(model, shape, ()).as_cut(cut):
         expected = model(tokens, use_cache=False).logits.float()
     smaller = load_whole(written, left, model.dtype).to(model.dtype)
     difference = float((smaller(tokens, use_cache=False).logits.float() - expected).abs().max() / expected.std())

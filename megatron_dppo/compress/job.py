@@ -40,7 +40,6 @@ from megatron_dppo.compress.calibration import (
 from megatron_dppo.compress.choose import BY_REWARD, NO_CALIBRATION, SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.reader import Reader
-from megatron_dppo.compress.refit import Refit
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
@@ -84,17 +83,14 @@ class CompressionJob:
     def say_what_would_be_done(self) -> None:
         print(_summary(self.shape, self.recipe.sizes(self.shape)))
         size = f"{self.plan.total_bytes / 2**20:,.1f} MiB in {len(self.plan.files)} files"
-        if self.recipe.refit:
-            print("down projections are fitted to what is left")
         print(f"{self.chosen.out}: {size}; nothing has been written")
 
     def calibration(self) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
         """Sequences to score on, and others to measure the loss on; either may be empty."""
         chosen, score = self.chosen, self.recipe.score
         if chosen.calibrate is None:
-            if self.recipe.refit or score not in (*NO_CALIBRATION, BY_REWARD):
-                asks = "--refit is fitted" if self.recipe.refit else f"--score {score} is measured"
-                problem = f"{asks} on prompts with responses"
+            if score not in (*NO_CALIBRATION, BY_REWARD):
+                problem = f"--score {score} is measured on prompts with responses"
                 remedy = "Give the --out folder of `megatron-dppo eval`, or a file"
                 raise UserError("--calibrate", "(not given)", problem, remedy)
             return [], []
@@ -140,7 +136,6 @@ class CompressionJob:
         depends_on: Mapping[str, Any],
         ranks: Ranks | None = None,
         asked: int | None = None,
-        refit: Refit | None = None,
     ) -> tuple[Cut, dict[str, float]]:
         """Kept parts, and the losses before and after, if there are sequences. Collective.
 
@@ -149,19 +144,11 @@ class CompressionJob:
             others: that the losses are of, if there are any.
             depends_on: see there; the same on every rank.
             asked: prompts that are answered in the place of sequences that are read; None: none are.
-            refit: is fitted to what is kept. There is a third loss then, that without it.
         """
-        losses, of_fits = (3, refit.reads(self.recipe.sizes(self.shape))) if refit else (2, 0)
-        read = self.recipe.passes(self.shape) * (asked or len(scored)) + losses * len(others or scored) + of_fits
-
-        say = partial(tell, ranks=ranks)
+        read = self.recipe.passes(self.shape) * (asked or len(scored)) + 2 * len(others or scored)
         with scoring(self.chosen.out, depends_on, read, ranks) as passes:
-            cut = choose(reader(scored, passes), self.shape, self.recipe, say=say)
-            if refit:
-                if passes.advance:
-                    passes.advance(0, to_do=refit.reads(cut) - of_fits)  # which depends on the layers that go
-                refit.fit(cut, say=say, advance=passes.advance)
-            return cut, _losses(reader(others or scored, passes), cut, refit) if scored else {}
+            cut = choose(reader(scored, passes), self.shape, self.recipe, say=partial(tell, ranks=ranks))
+            return cut, _losses(reader(others or scored, passes), cut) if scored else {}
 
     def write(
         self,
@@ -169,7 +156,6 @@ class CompressionJob:
         losses: Mapping[str, float],
         *,
         of_others: bool,
-        refit: Refit | None = None,
         verify: Callable[[Path, PolicyShape, Cut], float] | None = None,
     ) -> None:
         """Write the smaller policy, and say what it is.
@@ -177,44 +163,33 @@ class CompressionJob:
         Args:
             losses: as :meth:`score` gives them.
             of_others: whether they are of other sequences than those scored.
-            refit: as it was fitted.
             verify: compares what was written with what it comes from.
         """
         chosen, shape, recipe = self.chosen, self.shape, self.recipe
         done = {name: getattr(recipe, name) for name in ("method", "score", "keep", "seed", "subnetworks")}
         weights = {"weights_before": parameters(shape), "weights_after": parameters(cut.shape(shape))}
-        parts = {"layers": cut.layers, "zero_attention": cut.silenced, **({"refitted": refit.shares} if refit else {})}
+        parts = {"layers": cut.layers, "zero_attention": cut.silenced}
         record = {**done, "from": chosen.named, **parts, **weights, **losses}
         with in_place(chosen.out) as draft:
             with progress("writing", self.plan.total_bytes, unit="bytes") as advance:
                 work = {"record": record, "workers": chosen.workers, "advance": advance}
-                fitted = refit.tensors() if refit else {}
-                write_cut(self.tensors, chosen.source, shape, cut, self.plan, draft, fitted=fitted, **work)
+                write_cut(self.tensors, chosen.source, shape, cut, self.plan, draft, **work)
             apart = verify(draft, shape, cut) if verify else None
         print(_summary(shape, cut))
         if losses:
             on = "other sequences than those scored" if of_others else "the sequences scored, as there are no others"
-            after, plain = losses["loss_after"], losses.get("loss_without_refit")
-            besides = "" if plain is None else f", {plain:.4f} without the refit"
-            print(f"loss {losses['loss_before']:.4f} before, {after:.4f} after{besides}, on {on}")
-            if plain is not None and not after < plain:
-                print("the refit does not lower the loss: give more sequences, or leave --refit out")
+            print(f"loss {losses['loss_before']:.4f} before, {losses['loss_after']:.4f} after, on {on}")
         if apart is not None:
-            with_fits = " and with the fitted weights" if refit else ""
-            of = f"the larger policy without these parts{with_fits}"
+            of = "the larger policy without these parts"
             print(f"its logits are those of {of}, up to {apart:.2g} of their deviation")
         print(f"{chosen.out}: train it as any policy, with model.path={chosen.out}")
 
 
-def _losses(reader: Reader, cut: Cut, refit: Refit | None) -> dict[str, float]:
+def _losses(reader: Reader, cut: Cut) -> dict[str, float]:
     """Losses of the policy, and of the smaller one, which is not yet written."""
     before = reader.loss()
     with reader.as_cut(cut):
-        after = reader.loss()
-        if refit is None:
-            return {"loss_before": before, "loss_after": after}
-        with refit.applied():
-            return {"loss_before": before, "loss_after": reader.loss(), "loss_without_refit": after}
+        return {"loss_before": before, "loss_after": reader.loss()}
 
 
 def _summary(shape: PolicyShape, cut: Cut) -> str:
@@ -253,7 +228,6 @@ def write_cut(
     record: Mapping[str, Any],
     workers: int,
     advance: Advance,
-    fitted: Mapping[str, torch.Tensor],
 ) -> None:
     """Write what a cut leaves of a policy.
 
@@ -263,7 +237,6 @@ def write_cut(
         plan: of the smaller policy's files.
         out: an existing, empty directory.
         record: what ``compress.json`` is to say.
-        fitted: tensors that stand in the place of the larger policy's, by name.
 
     Raises:
         OSError: if the disk is full.
@@ -275,7 +248,7 @@ def write_cut(
         (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
         def write(name: str) -> None:
-            writer.write_bytes(name, cut_tensor(name, tensors, shape, cut, plan.dtype, fitted))
+            writer.write_bytes(name, cut_tensor(name, tensors, shape, cut, plan.dtype))
             advance(plan.bytes_of(name))
 
         in_threads(write, plan.tensors, workers)
@@ -287,7 +260,6 @@ def cut_tensor(
     shape: PolicyShape,
     cut: Cut,
     dtype: torch.dtype,
-    fitted: Mapping[str, torch.Tensor],
 ) -> Iterator[memoryview]:
     """The bytes of a tensor of the smaller policy, in its own names, from its first row to its last."""
     parts, layer = name.split("."), None
@@ -302,9 +274,6 @@ def cut_tensor(
     if parts[-2] == "o_proj" and layer in cut.silenced:
         size = [stored.rows if rows is None else len(rows), stored.columns if columns is None else len(columns)]
         yield from read_rows(size, [], dtype)  # what no chunk covers is zero
-        return
-    if whole in fitted:
-        yield _bytes(_of(fitted[whole].to("cpu", dtype), rows, columns))
         return
     yield from _selected(stored, dtype, rows, columns)
 

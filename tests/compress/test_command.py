@@ -155,8 +155,6 @@ def test_a_dry_run_and_a_refusal_write_nothing(
     assert "nothing has been written" in capsys.readouterr().out
     assert main(command) == 2
     assert "--calibrate" in capsys.readouterr().err
-    assert main([*command, "--method", "depth", "--score", "random", "--refit"]) == 2
-    assert "--refit is fitted on" in " ".join(capsys.readouterr().err.split())
     assert main([*command, "--calibrate", str(calibration), "--method", "2ssp"]) == 2
     assert "cannot say that a layer has none" in " ".join(capsys.readouterr().err.split())
     assert main([*command, "--calibrate", str(calibration), "--prompt-key", "question"]) == 2
@@ -171,13 +169,11 @@ def test_what_ranks_cannot_do_is_refused(
     by_reward = ["--method", "depth", "--score", "shapley-reward"]
     for words, named in (
         (["--layout", "tp=2", "--verify"], "--verify"),
-        (["--layout", "tp=2", "--method", "depth", "--refit"], "--refit"),
         (["--layout", "tp=2", "--method", "depth", "--score", "in-a-row"], "--score"),
         (["--layout", "tq=2"], "layout.tq"),
         (by_reward, "--score"),
         (["--config", "configs/quickstart.yaml"], "--config"),
         ([*by_reward, "--config", "configs/quickstart.yaml", "--verify"], "--verify"),
-        ([*by_reward, "--config", "configs/quickstart.yaml", "--refit"], "--refit"),
     ):
         assert main([*command, *words]) == 2
         assert f"error: {named} = " in capsys.readouterr().err

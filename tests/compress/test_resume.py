@@ -201,7 +201,6 @@ def read_by(said: str) -> tuple[int, int]:
 
 
 TWO_STAGES = ("--method", "2ssp", "--keep", "0.6", "--multiple", "8", "--zero-attention")
-REFIT = ("--method", "depth", "--keep", "0.5", "--refit")
 
 
 def command(policy: Path, out: Path, sequences: Path, words: Sequence[str] = TWO_STAGES) -> list[str]:
@@ -212,22 +211,20 @@ def made(out: Path) -> tuple[bytes, bytes]:
     return (out / "compress.json").read_bytes(), (out / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize(("words", "writes"), [(TWO_STAGES, 9), (REFIT, 7)], ids=["2ssp", "refit"])
 def test_a_command_that_was_killed_goes_on(
-    words: Sequence[str], writes: int, policy: Path, sequences: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    policy: Path, sequences: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """2ssp has passes of activity, of losses without attention that depend on each other, and of two losses. A refit
-    has no pass: it is fitted again, to the same weights, before the losses go on."""
+    """2ssp has passes of activity, of losses without attention that depend on each other, and of two losses."""
     ours = shutil.copytree(policy, tmp_path / "policy")
-    assert main(command(ours, tmp_path / "whole", sequences, words)) == 0
+    assert main(command(ours, tmp_path / "whole", sequences)) == 0
     _, all_read = read_by(capfd.readouterr().err)
-    typed = ["megatron-dppo", *command(ours, tmp_path / "out", sequences, words)]
-    assert Command(typed, tmp_path / "log", before=partial(die_after, writes)).exit_code() == -signal.SIGKILL
+    typed = ["megatron-dppo", *command(ours, tmp_path / "out", sequences)]
+    assert Command(typed, tmp_path / "log", before=partial(die_after, 9)).exit_code() == -signal.SIGKILL
     folder = tmp_path / ".out.scoring"
     assert folder.is_dir() and not (tmp_path / "out").exists()
     shutil.copytree(folder, tmp_path / ".other.scoring")
     capfd.readouterr()
-    assert main(command(ours, tmp_path / "out", sequences, words)) == 0
+    assert main(command(ours, tmp_path / "out", sequences)) == 0
     before, read = read_by(capfd.readouterr().err)
     assert before > 0 and before + read == all_read
     assert made(tmp_path / "out") == made(tmp_path / "whole")
@@ -235,7 +232,7 @@ def test_a_command_that_was_killed_goes_on(
 
     weights = ours / "model.safetensors"
     weights.write_bytes(weights.read_bytes())  # which may be others
-    assert main(command(ours, tmp_path / "other", sequences, words)) == 0
+    assert main(command(ours, tmp_path / "other", sequences)) == 0
     said = capfd.readouterr().err
     assert "has sums of another MODEL, which are not used" in said and f"\nsequences: {all_read} in" in said
 

@@ -39,7 +39,7 @@ def test_a_cut_is_an_index_into_the_whole_tensor(tmp_path: Path, dtype: torch.dt
     tensors = stored_chunks(read_header(tmp_path / "model.safetensors"))
 
     def read(name: str) -> torch.Tensor:
-        data = b"".join(bytes(part) for part in cut_tensor(name, tensors, SHAPE, cut, dtype, {}))
+        data = b"".join(bytes(part) for part in cut_tensor(name, tensors, SHAPE, cut, dtype))
         return torch.frombuffer(bytearray(data), dtype=dtype)
 
     queries = torch.tensor([*range(128), *range(384, 512)])
