@@ -129,7 +129,7 @@ def _run(arguments: Sequence[str]) -> int:
         raise _no_option(options[0], chosen.command)
     if rest and "settings" not in chosen:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen, arguments)
+    return _run_settings(chosen, [*chosen.settings, *rest]) if "settings" in chosen else _run_alone(chosen)
 
 
 def _check_command(word: str) -> None:
@@ -157,11 +157,10 @@ def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
         yield "--check=0" if unnumbered else word
 
 
-def _run_alone(chosen: argparse.Namespace, words: Sequence[str]) -> int:
-    """A command that reads no run's settings; ``words`` are those of the command line."""
+def _run_alone(chosen: argparse.Namespace) -> int:
+    """A command that reads no run's settings."""
     if chosen.command in OF_MODULES:
-        given = (chosen, words) if chosen.command == "compress" else (chosen,)
-        return resolve_name(f"megatron_dppo.{OF_MODULES[chosen.command].job}")(*given) or 0
+        return resolve_name(f"megatron_dppo.{OF_MODULES[chosen.command].job}")(chosen) or 0
     if chosen.command == "doctor":
         from megatron_dppo.doctor import doctor
 

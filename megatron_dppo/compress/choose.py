@@ -20,7 +20,6 @@ SCORES = {
     "depth": (
         "shapley-loss",
         "shapley-logits",
-        "shapley-reward",
         "greedy",
         "influence",
         "last-token",
@@ -36,8 +35,6 @@ SCORES = {
 }
 """By method; the first is its default."""
 MEASURES: Mapping[str, Measure] = {f"shapley-{measure}": measure for measure in get_args(Measure)}
-BY_REWARD = "shapley-reward"
-"""The score for which the policy answers prompts, in the place of reading sequences."""
 NO_CALIBRATION = ("magnitude", "random")
 """Scores that ask nothing of the policy."""
 
@@ -196,7 +193,7 @@ def halves(layers: int, count: int, seed: int) -> list[tuple[int, ...]]:
 
 
 def shapley_values(reader: Reader, measure: Measure, pairs: int, seed: int) -> list[float]:
-    """φ_l = E[m | l absent] − E[m | l present] of each layer l, where a higher m is worse. Collective.
+    """φ_l = E[m | l absent] − E[m | l present] of each layer l, where a higher m is worse.
 
     Args:
         measure: m, see :meth:`Reader.costs`.

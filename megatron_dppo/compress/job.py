@@ -1,4 +1,4 @@
-"""Job of a ``compress`` command: dependencies of scores' sums, parts chosen by scores, and the smaller policy's files.
+"""Job of a ``compress`` command: parts chosen by scores, and the smaller policy's files.
 
 It becomes a Hugging Face directory, written from the larger policy's files a few rows at a time.
 """
@@ -6,11 +6,10 @@ It becomes a Hugging Face directory, written from the larger policy's files a fe
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import partial, reduce
+from dataclasses import dataclass, fields
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,14 @@ from megatron_dppo.bridge.hf_directory import (
     plan_files,
 )
 from megatron_dppo.bridge.mapping import expected_tensors, parameters
-from megatron_dppo.bridge.safetensors_files import check_weights, stored_tensors
+from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.compress.calibration import (
     Accumulator,
-    Ranks,
-    digest_of_answers,
     draw,
     read_sequences,
     scoring,
-    tell,
 )
-from megatron_dppo.compress.choose import BY_REWARD, NO_CALIBRATION, SCORES, Recipe, choose
+from megatron_dppo.compress.choose import NO_CALIBRATION, SCORES, Recipe, choose
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.reader import Reader
 from megatron_dppo.data.prompts import WorkedAnswer
@@ -45,8 +41,7 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.family import tensor_dimensions
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.process.streams import Advance, progress
-from megatron_dppo.trainer.fingerprints import fingerprint
+from megatron_dppo.process.streams import Advance, progress, tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +84,7 @@ class CompressionJob:
         """Sequences to score on, and others to measure the loss on; either may be empty."""
         chosen, score = self.chosen, self.recipe.score
         if chosen.calibrate is None:
-            if score not in (*NO_CALIBRATION, BY_REWARD):
+            if score not in NO_CALIBRATION:
                 problem = f"--score {score} is measured on prompts with responses"
                 remedy = "Give the --out folder of `megatron-dppo eval`, or a file"
                 raise UserError("--calibrate", "(not given)", problem, remedy)
@@ -108,46 +103,21 @@ class CompressionJob:
             raise UserError("--max-tokens", chosen.max_tokens, problem, "Raise it")
         return scored, others if any(map(reaches_a_response, others)) else []
 
-    def depends_on(
-        self, scored: Sequence[WorkedAnswer], others: Sequence[WorkedAnswer], dtype: Any, layout: Any = None
-    ) -> dict[str, Any]:
-        """Dependencies of sums, by their names for messages. Only a little of the weights is read; their files' times
-        tell the rest: a command that is run again should not have to read all of them twice."""
-        with naming("MODEL"):
-            files = sorted({tensor.file for tensor in stored_tensors(self.chosen.source).values()})
-            weights = fingerprint(self.chosen.source, None)
-        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        config = (self.chosen.source / "config.json").read_bytes()
-        options = {f"--{name.replace('_', '-')}": value for name, value in asdict(self.recipe).items()}
-        return {
-            "MODEL": hashlib.sha256(f"{weights} {stats}".encode() + config).hexdigest(),
-            "--calibrate": [digest_of_answers(answers) for answers in (scored, others)],
-            "--max-tokens": self.chosen.max_tokens,
-            "--layout": str(layout),
-            "type of the weights": str(dtype),
-            **options,
-        }
-
     def score(
         self,
         reader: Callable[[Sequence[WorkedAnswer], Accumulator], Reader],
         scored: Sequence[WorkedAnswer],
         others: Sequence[WorkedAnswer],
-        depends_on: Mapping[str, Any],
-        ranks: Ranks | None = None,
-        asked: int | None = None,
     ) -> tuple[Cut, dict[str, float]]:
-        """Kept parts, and the losses before and after, if there are sequences. Collective.
+        """Kept parts, and the losses before and after, if there are sequences.
 
         Args:
             reader: makes what reads some of the sequences.
             others: that the losses are of, if there are any.
-            depends_on: see there; the same on every rank.
-            asked: prompts that are answered in the place of sequences that are read; None: none are.
         """
-        read = self.recipe.passes(self.shape) * (asked or len(scored)) + 2 * len(others or scored)
-        with scoring(self.chosen.out, depends_on, read, ranks) as passes:
-            cut = choose(reader(scored, passes), self.shape, self.recipe, say=partial(tell, ranks=ranks))
+        read = self.recipe.passes(self.shape) * len(scored) + 2 * len(others or scored)
+        with scoring(read) as passes:
+            cut = choose(reader(scored, passes), self.shape, self.recipe, say=tell)
             return cut, _losses(reader(others or scored, passes), cut) if scored else {}
 
     def write(

@@ -1,7 +1,4 @@
-"""A policy that reads calibration sequences, whole or without some of its parts, and the activity of its parts.
-
-All of it is in this process, or (:mod:`live`) its shards are on many ranks.
-"""
+"""A policy that reads calibration sequences, whole or without some of its parts, and the activity of its parts."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from megatron_dppo.compress.cut import Cut
 from megatron_dppo.models.shape import PolicyShape
 
 Part = Literal["block", "attention"]
-Measure = Literal["loss", "logits", "reward"]
+Measure = Literal["loss", "logits"]
 """Measures of the absence of layers."""
 
 
@@ -69,7 +66,7 @@ class Activity:
 
 
 class Reader(Protocol):
-    """Source of scores. Under a layout every method is collective, and gives every rank the same."""
+    """Source of scores."""
 
     @property
     def shape(self) -> PolicyShape: ...
@@ -86,8 +83,8 @@ class Reader(Protocol):
         ...
 
     def costs(self, measure: Measure, absent: Sequence[Collection[int]]) -> list[float]:
-        """Cost of the policy without each set of blocks: its mean loss, the mean ‖logits − logits of the whole policy‖₂
-        over places before response tokens, or the mean reward of its own answers, negated."""
+        """Cost of the policy without each set of blocks: its mean loss, or the mean ‖logits − logits of the whole
+        policy‖₂ over places before response tokens."""
         ...
 
     def without(
@@ -120,7 +117,7 @@ class Whole:
                 else:
                     hooks.callback(layer.mlp.down_proj.register_forward_pre_hook(watch.feed_forward(number)).remove)
             hooks.callback(model.model.norm.register_forward_pre_hook(watch.residual, with_kwargs=True).remove)
-            for batch in self.passes.over(self.batches, watch.sums, sequences=sequences):
+            for batch in self.passes.over(self.batches, sequences=sequences):
                 watch.begin(batch.valid)
                 model.model(batch.tokens, use_cache=False)
                 watch.end()
@@ -134,10 +131,9 @@ class Whole:
         return self.costs("loss", [()])[0]
 
     def costs(self, measure: Measure, absent: Sequence[Collection[int]]) -> list[float]:
-        assert measure != "reward"  # the command has ranks answer, for which there are engines
         sums: Sums = {"costs": torch.zeros(len(absent), dtype=torch.float64)}
         times = len(absent) + (measure == "logits" and () not in absent)  # that a sequence is read
-        for batch in self.passes.over(self.batches, sums, sequences=times * count_sequences(self.batches)):
+        for batch in self.passes.over(self.batches, sequences=times * count_sequences(self.batches)):
             whole = self._response_logits(batch)[0] if measure == "logits" else None
             for number, blocks in enumerate(absent):
                 if whole is not None and not blocks:

@@ -160,21 +160,3 @@ def test_a_dry_run_and_a_refusal_write_nothing(
     assert main([*command, "--calibrate", str(calibration), "--prompt-key", "question"]) == 2
     assert "--prompt-key" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == []
-
-
-def test_what_ranks_cannot_do_is_refused(
-    policy: Path, calibration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["compress", str(policy), str(tmp_path / "out"), "--calibrate", str(calibration), "--keep", "0.75"]
-    by_reward = ["--method", "depth", "--score", "shapley-reward"]
-    for words, named in (
-        (["--layout", "tp=2", "--verify"], "--verify"),
-        (["--layout", "tp=2", "--method", "depth", "--score", "in-a-row"], "--score"),
-        (["--layout", "tq=2"], "layout.tq"),
-        (by_reward, "--score"),
-        (["--config", "configs/quickstart.yaml"], "--config"),
-        ([*by_reward, "--config", "configs/quickstart.yaml", "--verify"], "--verify"),
-    ):
-        assert main([*command, *words]) == 2
-        assert f"error: {named} = " in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.compress.calibration import Accumulator, Batch
-from megatron_dppo.compress.choose import BY_REWARD, SCORES, Recipe, choose, halves, passes_of, shapley_values
+from megatron_dppo.compress.choose import SCORES, Recipe, choose, halves, passes_of, shapley_values
 from megatron_dppo.compress.reader import Measure, Whole, remove_greedily
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.models.shape import read_shape
@@ -249,7 +249,7 @@ def make_useless(model: Any, layer: int, others: float = 1.0) -> None:
             module.weight *= 1e-6 if number == layer else others
 
 
-@pytest.mark.parametrize("score", [score for score in SCORES["depth"] if score not in ("random", BY_REWARD)])
+@pytest.mark.parametrize("score", [score for score in SCORES["depth"] if score != "random"])
 @torch.no_grad()
 def test_a_useless_layer_is_found(model: Any, policy: Path, read: list[Batch], score: str) -> None:
     make_useless(model, 1)

@@ -153,11 +153,6 @@ WAYS = (
         append=SMALL.removeprefix(LAYOUT),
     ),
     Way(r"megatron-dppo compress \S+ \S+ --keep .* --verify", append="--multiple 8"),
-    Way(r"megatron-dppo compress \S+ \S+ --keep .* --layout tp=2", replace={"tp=2": "dp=1"}, append="--multiple 8"),
-    Way(
-        r"megatron-dppo compress \S+ \S+ .*--score shapley-reward .*",
-        append=f"{LAYOUT} --dry-run",  # these tests' policies earn nothing; that of tests/compress/test_asking.py does
-    ),
     Way(
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/(run|rewarded) .*",
         append=f"{SMALL} --check",
