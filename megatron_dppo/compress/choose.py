@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from megatron_dppo.compress.cut import Cut, attentions_to_remove, check_cut, highest, sizes
-from megatron_dppo.compress.reader import Measure, Reader, remove_greedily
+from megatron_dppo.compress.reader import Reader, remove_greedily
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
 SCORES = {
     "2ssp": ("activation", "random"),
-    "width": ("activation", "wanda", "magnitude", "random"),
-    "depth": (
-        "shapley-loss",
-        "shapley-logits",
-        "greedy",
-        "influence",
-        "last-token",
-        "relative-l1",
-        "relative-l2",
-        "in-a-row",
-        "random",
-    ),
-    "heads": ("activation", "random"),
-    "experts": ("routed-weight", "frequency", "random"),
-    "hidden": ("activation", "random"),
-    "minitron": ("activation", "random"),
+    "width": ("activation", "magnitude", "random"),
+    "depth": ("shapley-loss", "greedy", "influence", "random"),
 }
 """By method; the first is its default."""
-MEASURES: Mapping[str, Measure] = {f"shapley-{measure}": measure for measure in get_args(Measure)}
 NO_CALIBRATION = ("magnitude", "random")
 """Scores that ask nothing of the policy."""
 
@@ -49,7 +33,7 @@ class Recipe:
     keep: float
     """Share of the weights of all layers' matrices that is left, embeddings aside."""
     multiple: int | None = None
-    """The number of units, experts or channels left is a multiple of this; None: of that in ``MULTIPLES``."""
+    """The number of units left is a multiple of this; None: of ``MULTIPLE``."""
     zero_attention: bool = False
     """Whether attention that 2SSP removes may be written as zeros."""
     seed: int = 1
@@ -65,9 +49,9 @@ class Recipe:
         if self.score not in SCORES[self.method]:
             problem = f"is no score of --method {self.method}"
             raise UserError("--score", self.score, problem, f"Give one of {', '.join(SCORES[self.method])}")
-        if self.subnetworks is not None and self.measure is None:
+        if self.subnetworks is not None and self.score != "shapley-loss":
             problem = f"are what Shapley values are measured on, and --score {self.score} is none"
-            raise UserError("--subnetworks", self.subnetworks, problem, "Give a --score that begins with shapley")
+            raise UserError("--subnetworks", self.subnetworks, problem, "Give --score shapley-loss")
         check_cut(shape, self.method, self.keep)
         if self.method == "2ssp" and attentions_to_remove(shape, 1 - self.keep) and not self.zero_attention:
             count = attentions_to_remove(shape, 1 - self.keep)
@@ -86,18 +70,13 @@ class Recipe:
         """
         return sizes(shape, self.method, self.keep, self.multiple)
 
-    @property
-    def measure(self) -> Measure | None:
-        """Measure of Shapley values; None for other scores."""
-        return MEASURES.get(self.score)
-
     def passes(self, shape: PolicyShape) -> int:
         """How often scoring reads each sequence."""
         layers, left = shape.num_layers, self.sizes(shape)
         if self.score in NO_CALIBRATION:
             return 0
-        if self.measure is not None:
-            return passes_of(self.measure, layers, self.subnetworks or 0)
+        if self.score == "shapley-loss":
+            return passes_of(layers, self.subnetworks or 0)
         turns = layers - len(left.layers) if self.score == "greedy" else len(left.silenced)
         return sum(layers - turn for turn in range(turns)) + (self.score != "greedy")
 
@@ -113,14 +92,9 @@ def choose(reader: Reader, shape: PolicyShape, recipe: Recipe, *, say: Callable[
     if recipe.method == "depth":
         return Cut(_layers(reader, shape, recipe, len(left.layers), say))
     scores = _scores(reader, shape, recipe)
-    chosen: dict[str, Any] = {
-        part: tuple(highest(row.tolist(), len(first[0])) for row in scores[part])
-        for part, first in (("neurons", left.neurons), ("groups", left.groups), ("experts", left.experts))
-        if first is not None
-    }
-    if left.channels is not None:
-        chosen["channels"] = highest(scores["channels"].tolist(), len(left.channels))
-    cut = Cut(left.layers, **chosen)
+    assert left.neurons is not None
+    width = len(left.neurons[0])
+    cut = Cut(left.layers, neurons=tuple(highest(row.tolist(), width) for row in scores))
     if not left.silenced:
         return cut
     if recipe.score == "random":
@@ -130,24 +104,14 @@ def choose(reader: Reader, shape: PolicyShape, recipe: Recipe, *, say: Callable[
     return replace(cut, silenced=tuple(sorted(removed)))
 
 
-def _scores(reader: Reader, shape: PolicyShape, recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Scores of parts, by their names in a :class:`Cut`: [L, parts of a layer], of channels [channels]."""
+def _scores(reader: Reader, shape: PolicyShape, recipe: Recipe) -> torch.Tensor:
+    """[L, feed-forward width] scores of units."""
     match recipe.score:
         case "random":
-            layers = shape.num_layers
-            sizes: dict[str, tuple[int, ...]] = {"neurons": (layers, shape.ffn), "groups": (layers, shape.kv_heads)}
-            sizes |= {"experts": (layers, shape.experts), "channels": (shape.hidden,)}
-            return {part: _random(size, recipe.seed) for part, size in sizes.items()}
+            return _random((shape.num_layers, shape.ffn), recipe.seed)
         case "magnitude":
-            return {"neurons": reader.weights_of_neurons()[0].sqrt()}
-    activity = reader.activity()
-    match recipe.score:
-        case "wanda":  # |W_ij| · ‖x_j‖₂, summed over the outputs i
-            return {"neurons": reader.weights_of_neurons()[1] * activity.inputs}
-        case "frequency":
-            return {"experts": activity.choices}
-    scores = {"neurons": activity.neurons, "groups": activity.groups}
-    return scores | {"experts": activity.experts, "channels": activity.channels}
+            return reader.weights_of_neurons().sqrt()
+    return reader.activity().neurons
 
 
 def _layers(
@@ -155,22 +119,15 @@ def _layers(
 ) -> tuple[int, ...]:
     """The layers that stay."""
     number = shape.num_layers
-    if recipe.measure is not None:
-        return highest(shapley_values(reader, recipe.measure, recipe.subnetworks or 0, recipe.seed), left)
+    if recipe.score == "shapley-loss":
+        return highest(shapley_values(reader, recipe.subnetworks or 0, recipe.seed), left)
     match recipe.score:
         case "random":
             return highest(_random((number,), recipe.seed).tolist(), left)
         case "greedy":
             removed = remove_greedily(reader, number - left, "block", say=say)
             return tuple(sorted(set(range(number)) - set(removed)))
-    activity = reader.activity()
-    if recipe.score == "in-a-row":  # those over which the residual stream turns least (2403.17887)
-        starts = range(left + 1)
-        first = max(starts, key=lambda i: (float(activity.cosines[i, i + number - left]), -i))
-        return (*range(first), *range(first + number - left, number))
-    scores = {"influence": 1 - activity.cosines.diagonal(1), "last-token": 1 - activity.last_cosines}
-    scores |= {"relative-l1": activity.relative_l1, "relative-l2": activity.relative_l2}
-    return highest(scores[recipe.score].tolist(), left)
+    return highest((1 - reader.activity().cosines).tolist(), left)
 
 
 def _random(size: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -192,25 +149,23 @@ def halves(layers: int, count: int, seed: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(half)) for order in orders for half in (order[: layers // 2], order[layers // 2 :])]
 
 
-def shapley_values(reader: Reader, measure: Measure, pairs: int, seed: int) -> list[float]:
-    """φ_l = E[m | l absent] − E[m | l present] of each layer l, where a higher m is worse.
+def shapley_values(reader: Reader, pairs: int, seed: int) -> list[float]:
+    """φ_l = E[loss | l absent] − E[loss | l present] of each layer l.
 
     Args:
-        measure: m, see :meth:`Reader.costs`.
         pairs: of random halves, of which both means are taken. 0: each layer is left out alone, and the means are of
-            one policy each: m without l, and m of the whole policy.
+            one policy each: the loss without l, and that of the whole policy.
     """
     layers = reader.shape.num_layers
     if pairs == 0:
-        present, *absent = reader.costs(measure, [(), *((layer,) for layer in range(layers))])
+        present, *absent = reader.costs([(), *((layer,) for layer in range(layers))])
         return [cost - present for cost in absent]
     subnetworks = halves(layers, pairs, seed)
-    costs = np.array(reader.costs(measure, subnetworks))
+    costs = np.array(reader.costs(subnetworks))
     gone = np.array([[layer in absent for layer in range(layers)] for absent in subnetworks])
     return (np.where(gone, costs[:, None], -costs[:, None]).sum(0) / pairs).tolist()
 
 
-def passes_of(measure: Measure, layers: int, pairs: int) -> int:
+def passes_of(layers: int, pairs: int) -> int:
     """How often :func:`shapley_values` reads each sequence."""
-    of_the_whole = measure == "logits"  # which are compared with others
-    return 2 * pairs + of_the_whole if pairs else 1 + layers
+    return 2 * pairs or 1 + layers

@@ -16,7 +16,7 @@ from megatron_dppo.bridge.convert_commands import naming, positive
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.compress.calibration import Accumulator, batches
 from megatron_dppo.compress.choose import SCORES
-from megatron_dppo.compress.cut import MULTIPLES, Cut
+from megatron_dppo.compress.cut import MULTIPLE, Cut
 from megatron_dppo.compress.job import CompressionJob
 from megatron_dppo.compress.reader import Whole
 from megatron_dppo.data.prompts import WorkedAnswer
@@ -34,10 +34,7 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="MODEL", type=Path, help=SOURCE)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
     parser.add_argument("--keep", type=float, required=True, help=SHARE)
-    what = (
-        "what goes: layers, units of feed-forward layers, groups of query heads, experts, channels of the residual "
-        "stream (hidden), these with units and groups (minitron), or units and some attention (2ssp)"
-    )
+    what = "what goes: layers, units of feed-forward layers, or units and some attention (2ssp)"
     parser.add_argument("--method", choices=list(SCORES), default="width", help=f"{what} (default: %(default)s)")
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
@@ -69,10 +66,7 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     pairs = "measure Shapley values on N pairs of random halves of the layers (default: leave out one layer at a time)"
     parser.add_argument("--subnetworks", metavar="N", type=positive(int), help=pairs)
     parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
-    multiple = (
-        f"units and channels left are a multiple of N (default: {MULTIPLES['width']}; give 128 x layout.tp), experts "
-        f"(default: {MULTIPLES['experts']}; give layout.ep)"
-    )
+    multiple = f"units left are a multiple of N (default: {MULTIPLE}; give 128 x layout.tp)"
     parser.add_argument("--multiple", metavar="N", type=positive(int), help=multiple)
     zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"
     parser.add_argument("--zero-attention", action="store_true", help=zeros)

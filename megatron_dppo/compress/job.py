@@ -169,11 +169,7 @@ def _summary(shape: PolicyShape, cut: Cut) -> str:
         f"{name} {before} → {after}"
         for name, before, after in (
             ("layers", shape.num_layers, left.num_layers),
-            ("width of the residual stream", shape.hidden, left.hidden),
-            ("experts", shape.experts, left.experts),
             ("width of feed-forward layers", shape.ffn, left.ffn),
-            ("query heads", shape.heads, left.heads),
-            ("key-value heads", shape.kv_heads, left.kv_heads),
         )
         if before != after
     ]
@@ -218,7 +214,7 @@ def write_cut(
         (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
         def write(name: str) -> None:
-            writer.write_bytes(name, cut_tensor(name, tensors, shape, cut, plan.dtype))
+            writer.write_bytes(name, cut_tensor(name, tensors, cut, plan.dtype))
             advance(plan.bytes_of(name))
 
         in_threads(write, plan.tensors, workers)
@@ -227,7 +223,6 @@ def write_cut(
 def cut_tensor(
     name: str,
     tensors: Mapping[str, Chunk],
-    shape: PolicyShape,
     cut: Cut,
     dtype: torch.dtype,
 ) -> Iterator[memoryview]:
@@ -236,10 +231,8 @@ def cut_tensor(
     if parts[1] == "layers":
         layer = cut.layers[int(parts[2])]
         parts[2] = str(layer)
-        if parts[4] == "experts" and cut.experts is not None:
-            parts[5] = str(cut.experts[layer][int(parts[5])])
     whole = ".".join(parts)
-    stored, kept = tensors[whole], _kept(shape, cut, layer)
+    stored, kept = tensors[whole], _kept(cut, layer)
     rows, columns, *_ = [*map(kept.get, tensor_dimensions(name)), None]  # a vector has no columns
     if parts[-2] == "o_proj" and layer in cut.silenced:
         size = [stored.rows if rows is None else len(rows), stored.columns if columns is None else len(columns)]
@@ -248,25 +241,15 @@ def cut_tensor(
     yield from _selected(stored, dtype, rows, columns)
 
 
-def _kept(shape: PolicyShape, cut: Cut, layer: int | None) -> dict[str, torch.Tensor]:
+def _kept(cut: Cut, layer: int | None) -> dict[str, torch.Tensor]:
     """Which numbers are left, by what a dimension counts; all of those that are not named.
 
     Args:
         layer: of the larger policy; None outside the layers.
     """
-    kept = {}
-    if cut.channels is not None:
-        kept["hidden"] = torch.tensor(cut.channels)
-    if layer is None:
-        return kept
-    for dimension, chosen in (("feed_forward", cut.neurons), ("experts", cut.experts)):
-        if chosen is not None:
-            kept[dimension] = torch.tensor(chosen[layer])
-    if cut.groups is not None:
-        for dimension, heads in (("queries", shape.heads // shape.kv_heads), ("keys", 1)):
-            width = shape.head_dim * heads
-            kept[dimension] = (torch.tensor(cut.groups[layer])[:, None] * width + torch.arange(width)).flatten()
-    return kept
+    if layer is None or cut.neurons is None:
+        return {}
+    return {"feed_forward": torch.tensor(cut.neurons[layer])}
 
 
 def _selected(
@@ -299,8 +282,6 @@ def _write_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
     left = cut.shape(shape)
     changed = left.config_sizes.items() - shape.config_sizes.items()
     config |= {each: size for name, size in changed for each in name.split(" | ") if config.get(each)}
-    if cut.groups is not None or cut.channels is not None:  # which readers else take for hidden_size / heads
-        config["head_dim"] = left.head_dim
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][layer] for layer in cut.layers]
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
