@@ -61,7 +61,8 @@ class Benchmark:
 
 
 def _from_yaml(fields: dict[str, Any]) -> Benchmark:
-    return Benchmark(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return Benchmark(**values)
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
