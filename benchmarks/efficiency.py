@@ -46,7 +46,7 @@ from megatron_dppo.config import Config, replace
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.plan import take_groups
 from megatron_dppo.rl.pruning.draw import prune_minibatch, variance_inflation
-from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.forecast import PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.types import Floats, Ints, Selection, StepMetadata
 from megatron_dppo.rollout.step_rollouts import StepRollouts
@@ -124,7 +124,7 @@ class Way:
     """How an arm prunes."""
 
     config: Config
-    history: PromptHistory | Known
+    history: PromptForecast | Known
     metadata: StepMetadata
     fraction: int = 1
     """Of how many prompts one is taken at random, before any rule."""
@@ -143,7 +143,6 @@ class Way:
                 self.history,  # type: ignore[arg-type]
                 pruning.prompts,
                 group_size=metadata.rewards.shape[1],
-                normalised=objective.normalise,
                 keep=pruning.prompts.keep,
                 rng=rng,
             )

@@ -178,13 +178,6 @@ class PromptPruningConfig(Section):
     1 − r, the chance of a low-scored prompt. greso and dynamic_sampling have no budget and do not look at it."""
     floor: Fraction = 0.2
     """neyman, function: least inclusion probability of a prompt."""
-    predictor: Literal["auto", "record", "model"] = "auto"
-    """neyman and function: what predicts a prompt's gradient and tokens. ``record``: its own visits, which know nothing
-    of tokens; ``model``: its text as well (lengths, numbers, data source, tokens), by a regression that learns as the
-    run goes, so that prompts never seen are told apart; ``auto``: the model for tokens, and for the gradient whichever
-    has predicted rewards better of late, by log-loss."""
-    decay: Fraction = 0.9
-    """Weight that a visit's evidence keeps at the prompt's next visit."""
     draw: Literal["systematic", "bernoulli"] | None = None
     """``systematic``: the number kept is fixed to within one; ``bernoulli``: each prompt by itself; null: the rule's
     (threshold and greso by themselves, neyman systematic)."""

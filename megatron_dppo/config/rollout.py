@@ -322,6 +322,8 @@ class RolloutConfig(Section):
     caches while they generate. Wants rollout.sync.transport = disk and rollout.ahead = 0."""
     max_batch: Positive = 256
     """Completions that the local engine decodes at once on a rank."""
+    longest_first: bool = True
+    """Ask for the prompts of a step by their expected tokens, longest first; false: in the order of the epoch."""
     max_in_flight: Positive = 64
     """Prompts that a rank has under way at each server."""
     timeout_s: Seconds = 1800.0

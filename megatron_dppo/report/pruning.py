@@ -155,11 +155,10 @@ def _nothing_pruned(cells: Floats) -> str:
 
 PREDICTORS: Mapping[str, tuple[str, str]] = {
     "model": ("from its text", "good"),
-    "record": ("its visits", "bad"),
     "pool": ("all prompts", "slate"),
 }
 """Name of a line, and its colour."""
-SOURCES = "predicted from a prompt's text, from its earlier visits, or by the mean of all prompts"
+SOURCES = "predicted from a prompt's text, or by the mean of all prompts"
 
 
 @titled("Predicted and observed")

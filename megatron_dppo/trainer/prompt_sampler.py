@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -194,14 +193,8 @@ class PromptSampler:
         self._config, self._pool_size, self._widest = config, pool_size, widest_window(pool)
         self._objective = objective_for(config.loss)
         self._order = order_of(pool, config.run.seed)
-        prompts = config.pruning.prompts
-        self.history = PromptForecast(
-            prompts.decay,
-            PromptFeatures(pool),
-            prompts.predictor,
-            self._objective.baseline,
-            taught=config.loss.distillation_coef > 0.0,
-        )
+        taught = config.loss.distillation_coef > 0.0
+        self.history = PromptForecast(PromptFeatures(pool), self._objective.baseline, taught=taught)
         self._inflation = 1.0
 
     def select(self, step: int) -> Selection:
@@ -237,9 +230,9 @@ class PromptSampler:
             self.history,
             pruning,
             group_size=self._config.rollout.samples_per_prompt,
-            normalised=self._objective.normalise,
             keep=scheduled_keep(pruning.keep, pruning.schedule, step, self._config.run.steps),
             rng=generator(self._config.run.seed, step, Purpose.PROMPTS, again),
+            longest_first=self._config.rollout.longest_first,
         )
 
     def remember(self, metadata: StepMetadata, inflation: float = 1.0) -> PredictorMetrics:
@@ -254,7 +247,7 @@ class PromptSampler:
         segments = advantages_of_segments(metadata, self._config, self._objective)
         known = completion_candidates(metadata, self._config, self._objective, segments)
         terms = known.score * metadata.prompt_inclusion[:, None]
-        judgement = self.history.judge_and_learn(
+        return self.history.judge_and_learn(
             Outcomes(
                 prompt_ids=metadata.prompt_ids,
                 rewards=metadata.rewards,
@@ -263,9 +256,6 @@ class PromptSampler:
                 tokens=np.maximum(metadata.sampled_lengths.mean(axis=1), 1.0),
             )
         )
-        if self._config.pruning.prompts.rule == "neyman":
-            return judgement
-        return replace(judgement, notes=())  # nothing depends on who predicts
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; floats survive exactly."""

@@ -236,7 +236,6 @@ def _idle(config: Config) -> Iterator[str]:
     held_out = sources(config) if config.eval.problems != 0 else []
     tasks = {source.file for source in held_out} | (set() if config.data.rollouts else {*config.data.names})
     served, talks = rollout.served, rollout.conversation is not None
-    predicts = prompts.rule == "neyman"
     rounds = prompts.rule == "dynamic_sampling" or (prompts.rule == "greso" and pruning.refill == "prompts")
     for is_read, keys in (
         (config.data.chat_template, ("data.chat_template_kwargs", "data.date")),
@@ -247,7 +246,6 @@ def _idle(config: Config) -> Iterator[str]:
             ("pruning.prompts.keep", "pruning.prompts.schedule."),
         ),
         (prompts.rule == "neyman", ("pruning.prompts.floor",)),
-        (predicts, ("pruning.prompts.predictor",)),
         (rounds, ("pruning.max_rounds",)),
         (prompts.rule == "greso", ("pruning.refill",)),
         (completions.rule != "none", ("pruning.completions.",)),

@@ -24,7 +24,7 @@ from megatron_dppo.rl.pack import build_pack
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
 from megatron_dppo.rl.pruning.draw import prune_minibatch
-from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, prompt_rule, select
 from megatron_dppo.rl.pruning.sampling import DRAWS
 from megatron_dppo.rl.types import Bools, Floats, MinibatchPlan, Selection, StepMetadata
@@ -37,7 +37,7 @@ from tests.rl.integration import (
     just_below,
     recorded_draws,
 )
-from tests.rl.plans import Foretold, plan, step_config, step_metadata, training_sample
+from tests.rl.plans import Foretold, made_up_pool, plan, step_config, step_metadata, training_sample
 
 VOCABULARY, PROMPTS, SAMPLES = 7, 5, 4
 WINDOW = np.arange(PROMPTS)
@@ -74,7 +74,7 @@ class World:
     responses: list[list[np.ndarray]]
     engine_logprobs: list[list[np.ndarray]]
     rewards: Floats
-    history: PromptHistory = field(default_factory=lambda: PromptHistory(0.9))
+    history: PromptForecast = field(default_factory=lambda: PromptForecast(PromptFeatures(made_up_pool(PROMPTS))))
     taught: Bools = field(default_factory=lambda: np.zeros(PROMPTS, bool))
     """Prompts to which the reference is a teacher."""
     truncated: Bools = field(default_factory=lambda: np.zeros((PROMPTS, SAMPLES), bool))
@@ -114,7 +114,9 @@ def world() -> World:
         rewards=np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]], dtype=float),
     )
     earlier = np.array([[1, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 0], [1, 0, 0, 1]], dtype=float)
-    world.history.update(np.arange(4), earlier, group_advantages(earlier, normalise=True))
+    advantages = group_advantages(earlier, normalise=True)
+    squares, tokens = (advantages**2).sum(axis=1), np.array([2.0, 3.0, 4.0, 5.0])
+    world.history.judge_and_learn(Outcomes(np.arange(4), earlier, advantages, squares, tokens))
     return world
 
 
@@ -164,7 +166,7 @@ def gradient(world: World, config: Config, metadata: StepMetadata, minibatch: Mi
 
 
 def select_from(world: World, config: PromptPruningConfig, rng: object) -> Selection:
-    return select(WINDOW, world.history, config, group_size=SAMPLES, normalised=True, keep=config.keep, rng=rng)
+    return select(WINDOW, world.history, config, group_size=SAMPLES, keep=config.keep, rng=rng)
 
 
 def selections(world: World, config: PromptPruningConfig) -> Iterator[tuple[Selection, float]]:

@@ -35,7 +35,6 @@ def made_up_rows(steps: int, *, evaluate_every: int = 2) -> list[Row]:
             "prune/saved_tokens_completions": 500.0,
             "prune/zero_advantage_tokens": 100.0,
             "prune/brier_model": 0.05,
-            "prune/brier_record": 0.09,
             "prune/brier_pool": 0.11,
             "pack/fill": 0.98,
             "train/grad_norm": 1.5,
@@ -66,7 +65,7 @@ def made_up_census(steps: int, *, rule: str = "neyman", graded: bool = False) ->
         pruned = prune_minibatch(
             metadata, config, objective_for(config.loss), keep=0.5, rng=np.random.default_rng(step)
         )
-        foreseen = (("model", 1, 6, 0.9, 1.2), ("model", 8, 10, 8.4, 7.9), ("record", 4, 16, 7.2, 9.1))
+        foreseen = (("model", 1, 6, 0.9, 1.2), ("model", 8, 10, 8.4, 7.9))
         counted = replace(census([(metadata, pruned)]), by_prediction=foreseen)
         rows.append({"step": step, **json.loads(json.dumps(counted.as_row()))})
     return rows

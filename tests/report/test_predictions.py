@@ -16,7 +16,7 @@ def test_predicted_chances_are_compared_with_outcomes(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"), "run")
     axes = drawn_on_axes(reliability_chart(run))
     lines = {str(line.get_label()).split(",")[0]: line for line in axes.lines}
-    assert lines.keys() == {"from its text", "its visits", "as predicted 100.0%"}
+    assert lines.keys() == {"from its text", "as predicted 100.0%"}
     np.testing.assert_allclose(lines["from its text"].get_xydata(), [[0.15, 0.2], [0.84, 0.79]])
     names = drawn_on_axes(brier_chart(run)).get_legend_handles_labels()[1]
-    assert {name.rpartition(" ")[0] for name in names} == {"from its text", "its visits", "all prompts"}
+    assert {name.rpartition(" ")[0] for name in names} == {"from its text", "all prompts"}

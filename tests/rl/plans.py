@@ -10,7 +10,7 @@ from megatron_dppo.config import CompletionPruningConfig, Config, LossConfig, Pa
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.forecast import PromptFeatures, PromptForecast
 from megatron_dppo.rl.types import Floats, Ints, Prompt, StepMetadata, StepPlan, TrainingSamples
 
 LAYOUT = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipeline": 1}
@@ -77,15 +77,15 @@ def made_up_pool(size: int) -> list[Prompt]:
     ]
 
 
-class Foretold(PromptHistory):
+class Foretold(PromptForecast):
     """Predictor with given values, true or not, that has not seen the step's rollouts."""
 
     def __init__(self, squares: Floats, tokens: Floats) -> None:
-        super().__init__(0.9)
-        self._squares, self._tokens = squares, tokens
+        super().__init__(PromptFeatures(()))
+        self._given_squares, self._given_tokens = squares, tokens
 
-    def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
-        return self._squares[prompt_ids]
+    def expected_square(self, prompt_ids: Ints, *, group_size: int) -> Floats:
+        return self._given_squares[prompt_ids]
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
-        return self._tokens[prompt_ids]
+        return self._given_tokens[prompt_ids]

@@ -112,20 +112,19 @@ def test_rounding_makes_no_mixed_group() -> None:
 
 
 def test_reward_history_takes_rounding_for_equality() -> None:
-    history, ids = PromptHistory(0.5), np.array([1, 2])
+    history, ids = PromptHistory(), np.array([1, 2])
     rewards = np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])])
     history.update(ids, rewards, group_advantages(rewards, normalise=True))
     assert history.binary
     assert history.equal_visits(ids).tolist() == [1, 0]
-    alpha, beta = history.posterior(ids)
-    assert (alpha - beta) - (alpha - beta)[1] == pytest.approx([4.0, 0.0]), "four right; two right and two wrong"
+    assert history.pool_mean == (6.0 + 1.0) / (8.0 + 2.0), "four right; two right and two wrong"
     history.update(ids[:1], EQUAL, group_advantages(EQUAL, normalise=True))
     assert not history.binary
     assert history.equal_visits(ids[:1]).tolist() == [2]
 
 
 def test_forecast_takes_rounding_for_equality() -> None:
-    known = PromptForecast(0.9, PromptFeatures(made_up_pool(4)), "auto")
+    known = PromptForecast(PromptFeatures(made_up_pool(4)))
     one, zeros = np.ones(2), np.zeros((2, 4))
     for visits, rewards in ((1, [*RIGHT, *(1.0 - RIGHT + ONE_MORE)]), (2, [*EQUAL, *EQUAL])):
         known.judge_and_learn(Outcomes(np.array([0, 1]), np.array(rewards), zeros, squares=one, tokens=one))

@@ -33,12 +33,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 """The same for the n-th sample of a problem, whatever it is, so that what follows from rewards depends on no engine. It
 takes its time while there is a file ``slow`` beside it, and writes down for which problems it was asked."""
-PROBLEMS, SAMPLES, KEPT = 64, 4, 6
+PROBLEMS, SAMPLES, PROMPTS = 64, 4, 8
 TINY = (
     f"rollout.samples_per_prompt={SAMPLES}",
-    "rollout.prompts_per_step=8",
-    f"pruning.prompts.keep={KEPT / 8}",
-    "pruning.prompts.predictor=record",
+    f"rollout.prompts_per_step={PROMPTS}",
+    "pruning.prompts.rule=none",
     "rollout.max_response_tokens=16",
     "rollout.timeout_s=200",
     "rollout.sync.timeout_s=60",
@@ -46,7 +45,7 @@ TINY = (
     "reward.workers=1",
     "run.export=false",
 )
-"""On top of configs/quickstart.yaml. By records as many prompts are kept at every step, whatever an engine answers."""
+"""On top of configs/quickstart.yaml. Every step has as many prompts, whatever an engine answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class Job:
 
     def scored(self) -> list[list[str]]:
         """The problems of each step's completions."""
-        labels, size = (self.run / "scored").read_text().split(), SAMPLES * KEPT
+        labels, size = (self.run / "scored").read_text().split(), SAMPLES * PROMPTS
         return [sorted(labels[i : i + size]) for i in range(0, len(labels), size)]
 
     def ranks(self) -> dict[int, psutil.Process]:

@@ -67,22 +67,9 @@ def test_selection_depends_on_earlier_rewards_alone(rule: str) -> None:
     for step in range(2):
         first, again = one.select(step), other.select(step)
         assert_same(first, again)
-        np.testing.assert_allclose(first.inclusion, first.inclusion[0], rtol=1e-12)
     one.remember(roll_out(first, np.full(WINDOW, 0.5)))
     other.remember(roll_out(again, right))
     assert set(one.select(2).inclusion) != set(other.select(2).inclusion)
-
-
-def test_predictor_of_the_settings_predicts() -> None:
-    """Odd prompts are mixed: the record tells each from the others, and the model pools all."""
-    mixed_ones = np.tile([1.0, 0.0], (WINDOW, SAMPLES // 2))
-    rewards = np.where(np.arange(WINDOW)[:, None] % 2, mixed_ones, 1.0)
-    chances = set()
-    for predictor in ("record", "model"):
-        sampler = make_sampler(f"pruning.prompts.predictor={predictor}")
-        sampler.remember(metadata_of(np.arange(WINDOW), rewards))
-        chances.add(tuple(sampler.select(1).inclusion))
-    assert len(chances) == 2
 
 
 def test_paper_rule_scores_normalised_advantages() -> None:
@@ -98,9 +85,7 @@ def test_paper_rule_scores_normalised_advantages() -> None:
 
 RESUMED = (
     ("pruning.prompts.rule=threshold",),
-    ("pruning.prompts.predictor=auto",),
-    ("pruning.prompts.predictor=record",),
-    ("pruning.prompts.predictor=model",),
+    (),
     ("pruning.prompts.rule=greso",),
     ("pruning.prompts.rule=none", "pruning.noise=0.5"),
 )
@@ -144,21 +129,12 @@ def test_baseline_of_the_minibatch_favours_wrong_prompts(loss: str, by_minibatch
     never, some = np.arange(6), np.arange(6, 12)
     rewards = np.ones((WINDOW, SAMPLES))
     rewards[never], rewards[some, ::2] = 0.0, 0.0
-    sampler = make_sampler("pruning.prompts.predictor=record", f"loss.name={loss}")
+    sampler = make_sampler(f"loss.name={loss}")
     sampler.remember(metadata_of(np.arange(WINDOW), rewards))
     chance = inclusion_by_prompt(sampler.select(1))
     of_never, of_some = ([chance[i] for i in ids.tolist() if i in chance] for ids in (never, some))
     likelier, other = (of_never, of_some) if by_minibatch else (of_some, of_never)
     assert min(likelier) > max(other)
-
-
-@pytest.mark.parametrize("rule", ["neyman", "threshold"])
-def test_change_of_predictor_is_noted_where_it_matters(rule: str) -> None:
-    accuracy = np.where(np.arange(8 * WINDOW) % 2 == 0, 1.0, 0.0)
-    sampler, notes = make_sampler(f"pruning.prompts.rule={rule}", pool=8 * WINDOW), []
-    for step in range(6):
-        notes += sampler.remember(roll_out(sampler.select(step), accuracy, seed=step)).notes
-    assert any("predicts prompts from now on" in note for note in notes) == (rule == "neyman")
 
 
 def test_draws_differ_from_step_to_step() -> None:
@@ -223,17 +199,18 @@ def test_rounds_end_with_their_limit_the_pool_or_the_rule() -> None:
 
 
 def test_longest_expected_prompts_are_requested_first() -> None:
-    """Another order of the same prompts with the same probabilities."""
-    rule = "pruning.prompts.rule=none"
-    told, untold = make_sampler(rule), make_sampler(rule)
+    """Unless ``rollout.longest_first`` is false: the same prompts and probabilities in the order of the epoch."""
+    samplers = make_sampler(), make_sampler("rollout.longest_first=false")
     for step in range(4):
-        metadata = roll_out(told.select(step), np.full(WINDOW, 0.5), seed=step)
-        lengths = np.broadcast_to(metadata.prompt_ids[:, None] + 10, metadata.rewards.shape)
-        told.remember(dataclasses.replace(metadata, response_lengths=lengths, sampled_lengths=lengths))
-        untold.select(step)
-    longest, plain = told.select(4), untold.select(4)
+        ids = np.arange(WINDOW)
+        metadata = metadata_of(ids, np.tile([1.0, 0.0], (WINDOW, SAMPLES // 2)))
+        lengths = np.broadcast_to(ids[:, None] + 10, metadata.rewards.shape)
+        for sampler in samplers:
+            sampler.select(step)
+            sampler.remember(dataclasses.replace(metadata, response_lengths=lengths, sampled_lengths=lengths))
+    longest, plain = (sampler.select(4) for sampler in samplers)
     assert inclusion_by_prompt(longest) == inclusion_by_prompt(plain)
-    places = np.arange(WINDOW)
+    places = np.arange(len(plain.prompt_ids))
     assert np.corrcoef(longest.prompt_ids, places)[0, 1] < -0.8 < np.corrcoef(plain.prompt_ids, places)[0, 1]
 
 

@@ -93,7 +93,6 @@ IDLE = {
     "loss.distillation.direction=forward": ("", "loss.distillation.teachers={a: dir}"),
     "pruning.prompts.keep=0.9": ("pruning.prompts.rule=greso", "pruning.prompts.rule=threshold"),
     "pruning.prompts.floor=0.3": ("pruning.prompts.rule=threshold", ""),
-    "pruning.prompts.predictor=model": ("pruning.prompts.rule=threshold", ""),
     "pruning.prompts.schedule.ramp=0.4": ("", "pruning.prompts.schedule.shape=cosine"),
     "pruning.max_rounds=2": ("", "pruning.prompts.rule=dynamic_sampling"),
     "pruning.refill=prompts": ("", "pruning.prompts.rule=greso"),

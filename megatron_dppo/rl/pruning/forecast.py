@@ -1,10 +1,7 @@
-"""Predictions of a prompt's next group, by a model of its features or by its record.
-
-The model also predicts prompts never seen.
+"""Predictions of a prompt's next group, by regressions on its features, also for prompts never seen.
 
 Any predictor that has not seen a step's rollouts may set its inclusion probabilities: the gradient stays unbiased, and
-the better the prediction, the less its variance. So both predict every group before they learn of it, and the better
-predictor sets the next step's probabilities.
+the better the prediction, the less its variance. So every group is predicted before the regressions learn of it.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -25,20 +22,17 @@ from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
 from megatron_dppo.rl.pruning.success_model import SizeModel, SuccessModel
 from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
 
-Predictor = Literal["auto", "record", "model"]
-LOSS_DECAY = 0.9
-"""Per step, of the losses by which ``auto`` chooses."""
 BINS = 10
 """Intervals of predicted probabilities in the reliability curve."""
 CalibrationBin = tuple[str, int, int, float, float]
-"""Who predicted (``model``, ``record``), the tenth of [0, 1] in which the predictions lie, how many groups are there,
-the sum of their predicted chances, and the sum of the shares that turned out right. Where rewards are not 0 and 1, a
-chance is that of a group whose rewards differ."""
+"""``model``, the tenth of [0, 1] in which the predictions lie, how many groups are there, the sum of their predicted
+chances, and the sum of the shares that turned out right. Where rewards are not 0 and 1, a chance is that of a group
+whose rewards differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """A step's Q groups, as its predictions are held against them.
+    """A step's Q groups, as its predictions are compared with them.
 
         Outcomes(prompt_ids=[7], rewards=[[1, 0]], advantages=[[1, -1]], squares=[0.3], tokens=[2.5])
 
@@ -61,19 +55,18 @@ class Outcomes:
 class PredictorMetrics:
     """How well a step was predicted.
 
-        PredictorMetrics({"prune/brier_model": 0.05, ...}, notes=(), reliability=(("model", 3, 12, 4.1, 4.4), ...))
+        PredictorMetrics({"prune/brier_model": 0.05, ...}, reliability=(("model", 3, 12, 4.1, 4.4), ...))
 
     gave 12 groups chances between 0.3 and 0.4, of which 4.4 groups' worth of answers turned out right.
     """
 
     metrics: Mapping[str, float]
-    notes: tuple[str, ...]
     reliability: tuple[CalibrationBin, ...]
 
     def added_to(self, plan: StepPlan) -> StepPlan:
-        """The step's plan, with what its log and its census have of this."""
+        """Return the step's plan with these metrics in its log and its census."""
         census = plan.census and replace(plan.census, by_prediction=self.reliability)
-        return replace(plan, metrics={**plan.metrics, **self.metrics}, notes=plan.notes + self.notes, census=census)
+        return replace(plan, metrics={**plan.metrics, **self.metrics}, census=census)
 
 
 class PromptForecast(PromptHistory):
@@ -85,104 +78,64 @@ class PromptForecast(PromptHistory):
     measured to be nothing.
 
     Args:
-        decay: ``pruning.prompts.decay``, of the records.
         features: of the pool.
-        predictor: ``pruning.prompts.predictor``.
-        baseline: see ``PromptHistory``. With ``batch`` the first factor is E[Σ A²], and the second E[Σ h²]/E[Σ A²].
+        baseline: of the objective. With ``batch``, where a group of equal rewards has advantages, too, the first factor
+            is E[Σ A²], and the second E[Σ h²]/E[Σ A²].
         taught: whether a teacher gives every group a gradient, also those whose rewards are equal. Then E[Σ h²] is the
             regression alone, over all groups.
     """
 
-    def __init__(
-        self,
-        decay: float,
-        features: PromptFeatures,
-        predictor: Predictor,
-        baseline: Baseline = "group",
-        *,
-        taught: bool = False,
-    ) -> None:
-        super().__init__(decay, baseline)
-        self._features, self._predictor, self._taught = features, predictor, taught
+    def __init__(self, features: PromptFeatures, baseline: Baseline = "group", *, taught: bool = False) -> None:
+        super().__init__()
+        self._features, self._baseline, self._taught = features, baseline, taught
+        self._success = SuccessModel(features.size)
         self._size, self._tokens = SizeModel(features.size), SizeModel(features.size)
-        self._start()
 
-    def _start(self) -> None:
-        self._success = SuccessModel(self._features.size)
-        self._losses = {"model": 0.0, "record": 0.0}
-
-    @property
-    def used(self) -> Literal["record", "model"]:
-        """Predictor of the next step's probabilities."""
-        if self._taught:
-            return "model"
-        if self._predictor != "auto":
-            return self._predictor
-        return "model" if self._losses["model"] < self._losses["record"] else "record"
-
-    def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
-        """E[Σ_i h_i²] of the next group of each prompt by the model, or E[Σ_i A_i²] by its record; [N], up to a factor
-        common to all."""
-        if self._taught:
-            return self._size.predict(self._features.of(prompt_ids))
-        if self.used == "record":
-            return super().expected_square(prompt_ids, group_size=group_size, normalised=normalised)
+    def expected_square(self, prompt_ids: Ints, *, group_size: int) -> Floats:
+        """Return E[Σ_i h_i²] of the next group of each prompt, [N], up to a factor common to all."""
         features = self._features.of(prompt_ids)
+        if self._taught:
+            return self._size.predict(features)
         chance = self._success.predict(prompt_ids, features)
-        if self.baseline == "batch":
-            by_record = super().expected_square(prompt_ids, group_size=group_size, normalised=normalised)
-            return self._size.predict(features) * (self.off_mean(chance.mean()) if self.binary else by_record)
+        if self._baseline == "batch":
+            square = self.off_mean(chance.mean()) if self.binary else self.mean_square(prompt_ids)
+            return self._size.predict(features) * square
         mixed = chance.mixed(group_size) if self.binary else chance.mean()
         return mixed * self._size.predict(features)
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
-        """[N], the tokens that a completion of each prompt takes to generate, by its features; 1 for all before
-        anything is known, and where records alone were asked for."""
-        if self._predictor == "record":
-            return super().expected_tokens(prompt_ids)
+        """Return the tokens that a completion of each prompt takes to generate, [N]; 1 for all before anything is
+        known."""
         return self._tokens.predict(self._features.of(prompt_ids))
 
     def judge_and_learn(self, visits: Outcomes) -> PredictorMetrics:
-        """Hold the predictions against a step's groups; only then learn of them."""
+        """Compare the predictions with a step's groups; only then learn of them."""
         if not len(visits.prompt_ids):
-            return PredictorMetrics({}, (), ())
+            return PredictorMetrics({}, ())
         visits = replace(visits, rewards=without_rounding(visits.rewards))
         if self.binary and not is_binary(visits.rewards):
             self.binary = False  # from now on what is predicted is whether a group's rewards differ
-            self._start()
+            self._success = SuccessModel(self._features.size)
         judgement = self._judge(visits)
         self._learn(visits)
         return judgement
 
     def _judge(self, visits: Outcomes) -> PredictorMetrics:
         right, trials = self._outcomes(visits)
-        chance = self._success.predict(visits.prompt_ids, self._features.of(visits.prompt_ids))
-        alpha, beta = self.posterior(visits.prompt_ids)
-        losses = {
-            "model": -float(chance.log_likelihood(right, trials).mean()),
-            "record": -float(beta_log_likelihood(right, trials, alpha, beta).mean()),
-        }
-        before = self.used
-        self._losses = {name: LOSS_DECAY * self._losses[name] + loss for name, loss in losses.items()}
         observed = right / trials
-        predicted = {"model": chance.mean(), "record": alpha / (alpha + beta)}
+        predicted = self._success.predict(visits.prompt_ids, self._features.of(visits.prompt_ids)).mean()
         metrics = {
-            "prune/brier_model": float(((predicted["model"] - observed) ** 2).mean()),
-            "prune/brier_record": float(((predicted["record"] - observed) ** 2).mean()),
+            "prune/brier_model": float(((predicted - observed) ** 2).mean()),
             "prune/brier_pool": float(((self.pool_mean - observed) ** 2).mean()),
-            "prune/log_loss_model": losses["model"],
-            "prune/log_loss_record": losses["record"],
-            "prune/predicted_by_model": float(before == "model"),
         }
-        curves = [row for name, said in predicted.items() for row in _reliability(name, said, observed)]
-        return PredictorMetrics(metrics, self._change(before), tuple(curves))
+        return PredictorMetrics(metrics, tuple(_reliability(predicted, observed)))
 
     def _learn(self, visits: Outcomes) -> None:
         features = self._features.of(visits.prompt_ids)
         sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
         self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
         squares = visits.squares[sized]
-        if self.baseline == "batch" and not self._taught:
+        if self._baseline == "batch" and not self._taught:
             squares /= (visits.advantages[sized] ** 2).sum(axis=1)
         self._size.learn(features[sized], squares)
         self._tokens.learn(features, visits.tokens)
@@ -196,50 +149,25 @@ class PromptForecast(PromptHistory):
         differ = (visits.rewards != visits.rewards[:, :1]).any(axis=1)
         return differ.astype(np.float64), np.ones(len(differ))
 
-    def _change(self, before: str) -> tuple[str, ...]:
-        if self.used == before:
-            return ()
-        other = "record" if self.used == "model" else "model"
-        won, lost = self._losses[self.used], self._losses[other]
-        change = f"pruning.prompts.predictor = auto: the {self.used} predicts prompts from now on"
-        return (f"{change}; its recent log-loss is {100 * (1.0 - won / lost):.1f}% below that of the {other}",)
-
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, for JSON: Python writes floats so that they read back bit for bit."""
-        models = {name: model.state_dict() for name, model in self._models().items()}
-        return super().state_dict() | {"models": models, "losses": dict(self._losses)}
+        return super().state_dict() | {"models": {name: model.state_dict() for name, model in self._models().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what ``state_dict`` returned, before or after it was written as JSON. From a checkpoint that has
-        records only, models begin anew."""
+        """Restore what ``state_dict`` returned, before or after it was written as JSON."""
         super().load_state_dict(state)
-        for name, model in self._models().items() if "models" in state else ():
+        for name, model in self._models().items():
             model.load_state_dict(state["models"][name])
-        self._losses = dict(state.get("losses", self._losses))
 
     def _models(self) -> dict[str, SuccessModel | SizeModel]:
         return {"success": self._success, "size": self._size, "tokens": self._tokens}
 
 
-def beta_log_likelihood(right: Floats, trials: Floats, alpha: Floats, beta: Floats) -> Floats:
-    """Log-likelihood [N] of one ordering of ``right`` successes among ``trials``; the probability has a Beta
-    distribution."""
-    before = np.arange(int(trials.max(initial=0.0)))
-
-    def rising(start: Floats, length: Floats) -> Floats:
-        """log of start·(start + 1)·…, so many factors."""
-        logs = np.log(start[:, None] + before)
-        total: Floats = np.where(before < length[:, None], logs, 0.0).sum(axis=1)
-        return total
-
-    return rising(alpha, right) + rising(beta, trials - right) - rising(alpha + beta, trials)
-
-
-def _reliability(name: str, predicted: Floats, observed: Floats) -> list[CalibrationBin]:
+def _reliability(predicted: Floats, observed: Floats) -> list[CalibrationBin]:
     """A row for each bin of predictions that has groups."""
     bins = np.minimum((BINS * predicted).astype(np.int64), BINS - 1)
     counts, said, seen = (np.bincount(bins, weights, BINS) for weights in (None, predicted, observed))
-    return [(name, int(b), int(counts[b]), round(said[b], 6), round(seen[b], 6)) for b in np.flatnonzero(counts)]
+    return [("model", int(b), int(counts[b]), round(said[b], 6), round(seen[b], 6)) for b in np.flatnonzero(counts)]
 
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

@@ -14,13 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.numbers import without_rounding
-from megatron_dppo.rl.objectives import Baseline
 from megatron_dppo.rl.types import Floats, Ints
 
-PRIOR_COUNT = 2.0
-"""How many rollouts the prior of a prompt's accuracy counts as: as many as a uniform prior. Its mean is the pool's."""
-
-
+DECAY = 0.9
+"""Weight that a visit's evidence keeps at the prompt's next visit."""
 RECORD = {
     "right": 0.0,
     "wrong": 0.0,
@@ -31,7 +28,7 @@ RECORD = {
     "easy": 0.0,
     "mixed": 0.0,
 }
-"""The decayed evidence of one prompt; here that of one never seen. A visit counts 1 when made, and ``decay`` times as
+"""The decayed evidence of one prompt; here that of one never seen. A visit counts 1 when made, and ``DECAY`` times as
 much at each later one. With three right and one wrong answer at its only visit, a prompt has right = 3, wrong = 1,
 visits = 1, square = 4 and magnitude = 0.87.
 
@@ -78,14 +75,9 @@ class PromptHistory:
 
     A step selects its prompts first, and updates the history with their rewards afterwards. If the history included the
     step's own rollouts, inclusion probabilities would depend on what was drawn, and the weights would be wrong.
-
-    Args:
-        decay: ``pruning.prompts.decay``, what a visit's evidence is worth at the prompt's next visit.
-        baseline: the objective's. With ``batch`` a group of equal rewards has advantages, too.
     """
 
-    def __init__(self, decay: float, baseline: Baseline = "group") -> None:
-        self.decay, self.baseline = decay, baseline
+    def __init__(self) -> None:
         self.binary = True
         self._exploration = Exploration()
         self._records = PromptTable(RECORD)
@@ -99,7 +91,7 @@ class PromptHistory:
 
         Args:
             prompt_ids: [Q].
-            rewards: [Q, G]. Once any reward is neither 0 nor 1, prompts are judged by Σ A² instead of by accuracy.
+            rewards: [Q, G].
             advantages: [Q, G], of the full groups.
         """
         rewards = without_rounding(rewards)
@@ -112,14 +104,14 @@ class PromptHistory:
         old = self._records.of(prompt_ids)
         self._records.put(
             prompt_ids,
-            right=self.decay * old["right"] + right,
-            wrong=self.decay * old["wrong"] + (rewards.shape[1] - right),
-            visits=self.decay * old["visits"] + 1.0,
-            square=self.decay * old["square"] + square,
+            right=DECAY * old["right"] + right,
+            wrong=DECAY * old["wrong"] + (rewards.shape[1] - right),
+            visits=DECAY * old["visits"] + 1.0,
+            square=DECAY * old["square"] + square,
             magnitude=magnitude,
             equal_visits=np.where(equal, old["equal_visits"] + 1.0, 0.0),
             easy=easy,
-            mixed=self.decay * old["mixed"] + ~equal,
+            mixed=DECAY * old["mixed"] + ~equal,
         )
 
     def last_magnitude(self, prompt_ids: Ints) -> Floats:
@@ -136,57 +128,16 @@ class PromptHistory:
         easy = self._records.of(prompt_ids)["easy"]
         return np.where(easy > 0.0, self._exploration.easy, self._exploration.hard)
 
-    def expected_square(self, prompt_ids: Ints, *, group_size: int, normalised: bool) -> Floats:
-        """E[Σ_i A_i²] of the next group of each prompt, up to a factor common to all: the square of ``neyman``'s score.
-
-        For rewards of 0 and 1 a prompt's accuracy p has a Beta posterior around the pool's mean accuracy. A mixed
-        group's std-normalised advantages have Σ A² = G, so that the expectation is G·P(mixed); without the
-        normalisation it is, up to that factor, G·E[p(1−p)]. Against the whole minibatch, whose mean is taken for the
-        pool's mean μ, it is G·E[p(1−μ)² + (1−p)μ²].
-        For other rewards it is the decayed mean of Σ A² over the prompt's visits, or the pool's where there were none.
-
-        Args:
-            prompt_ids: [N], seen or not: an unseen prompt has the prior's value.
-            group_size: G.
-            normalised: whether advantages are divided by the group's standard deviation.
-
-        Returns:
-            [N], not negative.
-        """
-        if not self.binary:
-            pool, record = self._sum("square") / self._sum("visits"), self._records.of(prompt_ids)
-            pools = np.full(len(prompt_ids), pool)
-            return np.divide(record["square"], record["visits"], out=pools, where=record["visits"] > 0.0)
-
-        alpha, beta = self.posterior(prompt_ids)
-        if self.baseline == "batch":
-            return group_size * self.off_mean(alpha / (alpha + beta))
-        if not normalised:
-            return group_size * alpha * beta / ((alpha + beta) * (alpha + beta + 1.0))
-        later = np.arange(group_size)
-        seen = (alpha + beta)[:, None] + later
-        all_right = ((alpha[:, None] + later) / seen).prod(axis=1)
-        all_wrong = ((beta[:, None] + later) / seen).prod(axis=1)
-        mixed: Floats = np.maximum(1.0 - all_right - all_wrong, 0.0)
-        return group_size * mixed
-
-    def expected_tokens(self, prompt_ids: Ints) -> Floats:
-        """[N], the tokens that a completion of each prompt takes to generate, up to a factor common to all. Records
-        say nothing of it: all are alike."""
-        return np.ones(len(prompt_ids))
+    def mean_square(self, prompt_ids: Ints) -> Floats:
+        """Return the decayed mean of Σ_i A_i² over each prompt's visits, [N]; for prompts never seen the pool's."""
+        record = self._records.of(prompt_ids)
+        pool = np.full(len(prompt_ids), self._sum("square") / self._sum("visits"))
+        return np.divide(record["square"], record["visits"], out=pool, where=record["visits"] > 0.0)
 
     def off_mean(self, accuracy: Floats) -> Floats:
         """E[(r − μ)²] of rewards of 0 and 1 with the mean ``accuracy``, μ being the pool's; of any shape."""
         mean = self.pool_mean
         return accuracy * (1.0 - mean) ** 2 + (1.0 - accuracy) * mean**2
-
-    def posterior(self, prompt_ids: Ints) -> tuple[Floats, Floats]:
-        """[N] and [N]: α and β of each prompt's Beta distribution, around the pool's mean. It is that of the chance of
-        a right answer; where rewards are not 0 and 1, of a group whose rewards differ."""
-        record, mean = self._records.of(prompt_ids), self.pool_mean
-        right = record["right"] if self.binary else record["mixed"]
-        wrong = record["wrong"] if self.binary else record["visits"] - record["mixed"]
-        return right + PRIOR_COUNT * mean, wrong + PRIOR_COUNT * (1.0 - mean)
 
     @property
     def pool_mean(self) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_dppo.config import PromptPruningConfig
-from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.forecast import PromptForecast
 from megatron_dppo.rl.pruning.sampling import DRAWS, Rule, below_mean, capped_proportional, draw_bernoulli, own_rule
 from megatron_dppo.rl.types import Floats, Ints, Selection
 
@@ -118,35 +118,35 @@ def prompt_rule(name: str) -> Rule[PromptCandidates]:
 
 def select(
     window: Ints,
-    history: PromptHistory,
+    history: PromptForecast,
     config: PromptPruningConfig,
     *,
     group_size: int,
-    normalised: bool,
     keep: float,
     rng: np.random.Generator,
+    longest_first: bool = True,
 ) -> Selection:
     """Draw the prompts of a step.
 
     Args:
         window: [N], ids of the candidate prompts, in the epoch's order.
-        history: of earlier visits, without this step's; or a ``PromptForecast``.
+        history: of earlier visits, without this step's.
         config: names the rule and its floor.
         group_size: G, completions per prompt.
-        normalised: whether the objective divides advantages by their standard deviation.
         keep: the share to keep at this step, that is ``config.keep`` under its schedule.
         rng: the step's generator for ``Purpose.PROMPTS``.
+        longest_first: whether the prompts that are expected to take longest are asked first, so that no long one begins
+            when the others are done (longest processing time first; Graham, 1969).
 
     Returns:
-        The prompts kept, longest expected first, else in the window's order, each with its inclusion probability. They
-        are asked in this order, so that no long one begins when the others are done (longest processing time first;
-        Graham, 1969). The draw does not depend on it. Under a biased rule, which weighs nothing up, the probabilities
-        are given as 1.
+        The prompts kept in the order in which they are asked, that of the window unless longest first, each with its
+        inclusion probability. The draw does not depend on the order. Under a biased rule, which weighs nothing up, the
+        probabilities are given as 1.
     """
     rule = prompt_rule(config.named)
     candidates = PromptCandidates(
         last_magnitude=history.last_magnitude(window),
-        expected_square=history.expected_square(window, group_size=group_size, normalised=normalised),
+        expected_square=history.expected_square(window, group_size=group_size),
         expected_tokens=history.expected_tokens(window),
         equal_visits=history.equal_visits(window),
         explore=history.explore(window),
@@ -155,6 +155,6 @@ def select(
     inclusion = rule.inclusion(candidates, keep)
     kept = (DRAWS[config.draw] if config.draw else rule.draw)(inclusion, rng)
     weighted = np.ones_like(inclusion) if rule.biased else inclusion
-    order = np.argsort(-candidates.expected_tokens, kind="stable")
+    order = np.argsort(-candidates.expected_tokens, kind="stable") if longest_first else np.arange(len(window))
     asked = order[kept[order]]
     return Selection(prompt_ids=window[asked], inclusion=weighted[asked], window=len(window))

@@ -1,4 +1,4 @@
-"""Features are read off prompts alone; record and model predict before they learn, and the better one is used."""
+"""Features are read off prompts alone; groups are predicted before the models learn of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from megatron_dppo.rl.pruning.forecast import (
     PredictorMetrics,
     PromptFeatures,
     PromptForecast,
-    beta_log_likelihood,
 )
-from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
 from tests.rl.plans import made_up_pool
 
@@ -38,7 +36,6 @@ def prompt(row: int, text: str, **fields: str) -> Prompt:
 
 
 SUMS = [prompt(row, "+".join(map(str, terms))) for row, terms in enumerate(TERMS)]
-METRICS = ("log_loss_model", "log_loss_record", "brier_model", "brier_record", "brier_pool")
 LENGTHS = np.array([len(sum_.text) for sum_ in SUMS], float)
 
 
@@ -91,12 +88,12 @@ def visits(ids: Ints, rewards: Floats = ROLLED_OUT, **fields: Floats) -> Outcome
     return replace(found, **{name: table[ids] for name, table in fields.items()})
 
 
-def forecast(predictor: str = "auto", pool: list[Prompt] = SUMS, **options: bool) -> PromptForecast:
-    return PromptForecast(0.9, PromptFeatures(pool), predictor, **options)
+def forecast(**options: bool) -> PromptForecast:
+    return PromptForecast(PromptFeatures(SUMS), **options)
 
 
-def expected(known: PromptHistory, ids: Ints) -> Floats:
-    return known.expected_square(ids, group_size=GROUP, normalised=True)
+def expected(known: PromptForecast, ids: Ints) -> Floats:
+    return known.expected_square(ids, group_size=GROUP)
 
 
 def learn(known: PromptForecast, ids: Ints = IDS, *tables: Floats, **fields: Floats) -> list[PredictorMetrics]:
@@ -108,34 +105,9 @@ SEEN, UNSEEN = IDS[:-WINDOW], IDS[-WINDOW:]
 
 
 def test_model_predicts_prompts_at_their_first_visit():
-    """A record knows the mean of the pool alone. A change of the predictor is noted."""
-    known = forecast()
-    found = learn(known, np.random.default_rng(0).permutation(IDS))
-    used = [*(each.metrics["prune/predicted_by_model"] for each in found), 1.0]
-    for each, change in zip(found, np.diff(used), strict=True):
-        assert ["prompts from now on" in note for note in each.notes] == [True] * bool(change)
-    mean = {name: np.mean([each.metrics[f"prune/{name}"] for each in found[3:]]) for name in METRICS}
-    assert known.used == "model"
-    assert mean["log_loss_model"] < 0.9 * mean["log_loss_record"]
-    assert mean["brier_model"] < 0.6 * min(mean["brier_record"], mean["brier_pool"])
-
-
-def test_record_predicts_where_prompts_say_nothing():
-    """Half of the prompts are always right, half always wrong, whatever their text."""
-    known, ids = forecast(pool=made_up_pool(64)), np.arange(64)
-    right = np.random.default_rng(5).permutation(ids) < 32
-    for _ in range(6):
-        learn(known, ids, RIGHT[:64] * right[:, None])
-    assert known.used == "record"
-    by_record = PromptHistory.expected_square(known, ids, group_size=GROUP, normalised=True)
-    np.testing.assert_array_equal(expected(known, ids), by_record)
-
-
-@pytest.mark.parametrize("predictor", ["record", "model"])
-def test_predictor_of_the_settings_is_not_replaced(predictor):
-    known = forecast(predictor)
-    assert {each.metrics["prune/predicted_by_model"] for each in learn(known)} == {float(predictor == "model")}
-    assert known.used == predictor
+    found = learn(forecast(), np.random.default_rng(0).permutation(IDS))
+    model, pool = (np.mean([each.metrics[f"prune/brier_{name}"] for each in found[3:]]) for name in ("model", "pool"))
+    assert model < 0.6 * pool
 
 
 def test_groups_of_equal_reward_count_under_a_teacher():
@@ -148,18 +120,16 @@ def test_groups_of_equal_reward_count_under_a_teacher():
 
 
 def test_step_is_predicted_before_the_models_learn():
-    """All answers are right; when nothing is known, every predictor gives one half."""
+    """All answers are right; when nothing is known, one half is predicted."""
     known, step = forecast(), visits(UNSEEN, RIGHT)
     first, again = (known.judge_and_learn(step).metrics for _ in range(2))
-    for name in ("model", "record", "pool"):
-        assert first[f"prune/brier_{name}"] == pytest.approx(0.25)
+    assert first == {"prune/brier_model": pytest.approx(0.25), "prune/brier_pool": pytest.approx(0.25)}
     assert again["prune/brier_model"] < 0.05
-    assert again["prune/brier_record"] < 0.05
 
 
 def test_expected_square_is_the_square_of_mixed_groups_times_their_chance():
     """Sums of many terms are always wrong. Those of two terms have 16 times the square of those of three."""
-    known, rng = forecast("model"), np.random.default_rng(1)
+    known, rng = forecast(), np.random.default_rng(1)
     squares = np.where(COUNTS == 2, 16.0, 1.0) * rng.lognormal(0.0, 0.3, len(IDS))
     learn(known, IDS, (rng.random(RIGHT.shape) < 0.5) * (COUNTS <= 3.0)[:, None], squares=squares)
     square = expected(known, IDS)
@@ -167,20 +137,28 @@ def test_expected_square_is_the_square_of_mixed_groups_times_their_chance():
     assert square[COUNTS >= 5].mean() < 0.2 * square[COUNTS == 3].mean()
 
 
-@pytest.mark.parametrize("predictor", ["auto", "record"])
-def test_tokens_are_predicted_by_the_model_alone(predictor):
-    known, tokens = forecast(predictor), 4.0 + 2.0 * LENGTHS
+def test_tokens_of_unseen_prompts_are_predicted():
+    known, tokens = forecast(), 4.0 + 2.0 * LENGTHS
     np.testing.assert_array_equal(known.expected_tokens(UNSEEN), 1.0)
     learn(known, SEEN, tokens=tokens)
-    found = np.ones(WINDOW) if predictor == "record" else tokens[UNSEEN]
-    np.testing.assert_allclose(known.expected_tokens(UNSEEN), found, rtol=0.1)
+    np.testing.assert_allclose(known.expected_tokens(UNSEEN), tokens[UNSEEN], rtol=0.1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5], ids=["binary", "graded"])
+def test_prompts_far_from_the_mean_of_the_minibatch_have_large_squares(scale):
+    """A quarter of the prompts is never right, the others always."""
+    known, never = PromptForecast(PromptFeatures(SUMS), "batch"), IDS % 4 == 0
+    rewards = scale * RIGHT * ~never[:, None]
+    advantages = rewards - 0.75 * scale
+    learn(known, SEEN, rewards, advantages=advantages, squares=(advantages**2).sum(axis=1))
+    square = expected(known, SEEN)
+    assert square[never[SEEN]].min() > square[~never[SEEN]].max()
 
 
 def test_graded_rewards_are_predicted_to_differ_or_not():
     hard, known = ACCURACY < 0.5, forecast()
     *_, last = learn(known, IDS, np.where(hard[:, None], 0.3, np.random.default_rng(0).random(RIGHT.shape)))
     assert not known.binary
-    assert known.used == "model"
     assert last.metrics["prune/brier_model"] < 0.6 * last.metrics["prune/brier_pool"]
     square = expected(known, IDS)
     assert square[hard].mean() < 0.4 * square[~hard].mean()
@@ -188,21 +166,19 @@ def test_graded_rewards_are_predicted_to_differ_or_not():
 
 def test_groups_are_counted_by_their_predicted_chance():
     [found] = learn(forecast(), UNSEEN)
-    for name in ("model", "record"):
-        mine = [row for row in found.reliability if row[0] == name]
-        assert sum(count for _, _, count, _, _ in mine) == WINDOW
-        assert sum(seen for *_, seen in mine) == pytest.approx(ROLLED_OUT[UNSEEN].mean(axis=1).sum(), abs=1e-4)
-        for _, tenth, count, predicted, _ in mine:
-            assert tenth / 10 - 1e-6 <= predicted / count <= (tenth + 1) / 10 + 1e-6
+    assert sum(count for _, _, count, _, _ in found.reliability) == WINDOW
+    assert sum(seen for *_, seen in found.reliability) == pytest.approx(ROLLED_OUT[UNSEEN].mean(axis=1).sum(), abs=1e-4)
+    for _, tenth, count, predicted, _ in found.reliability:
+        assert tenth / 10 - 1e-6 <= predicted / count <= (tenth + 1) / 10 + 1e-6
 
 
 def test_predictor_metrics_are_in_the_log_and_the_census_of_a_step():
     counts = PruningStats((1, 5), (0, 0), (0, 0), binary=True, by_group=(), by_reward=(), by_cause=())
     plan = StepPlan((), {"pack/fill": 1.0}, notes=("first",), census=counts)
     rows = (("model", 3, 2, 0.7, 0.5),)
-    judged = PredictorMetrics({"prune/brier_model": 0.1}, ("second",), rows).added_to(plan)
+    judged = PredictorMetrics({"prune/brier_model": 0.1}, rows).added_to(plan)
     assert judged.metrics == {"pack/fill": 1.0, "prune/brier_model": 0.1}
-    assert judged.notes == ("first", "second")
+    assert judged.notes == ("first",)
     assert judged.census == replace(counts, by_prediction=rows)
 
 
@@ -223,20 +199,3 @@ def test_forecast_resumes_bit_for_bit(scale):
     assert expected(known, IDS).tobytes() == expected(restored, IDS).tobytes()
     assert known.expected_tokens(IDS).tobytes() == restored.expected_tokens(IDS).tobytes()
     assert json.dumps(known.state_dict()) == json.dumps(restored.state_dict())
-
-
-def test_checkpoint_without_models_is_loaded():
-    """Records had seven fields before there were models."""
-    records = {"3": [4.0, 4.0, 1.0, 8.0, 1.0, 0.0, 0.0], "5": [8.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]}
-    known = forecast()
-    known.load_state_dict({"binary": True, "exploration": [0.47, 0.53], "records": records})
-    assert known.used == "record"
-    mixed, solved = expected(known, np.array([3, 5]))
-    assert mixed > solved
-    learn(known)
-
-
-def test_likelihood_of_a_record_is_that_of_a_beta_distribution():
-    """Three right and two wrong, with a chance that is Beta(1.5, 2.5)."""
-    value = beta_log_likelihood(np.array([3.0]), np.array([5.0]), np.array([1.5]), np.array([2.5]))[0]
-    assert np.exp(value) == pytest.approx((1.5 * 2.5 * 3.5) * (2.5 * 3.5) / (4 * 5 * 6 * 7 * 8))

@@ -7,50 +7,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.pruning.history import PromptHistory, PromptTable
-from megatron_dppo.rl.types import Floats
+from megatron_dppo.rl.pruning.history import DECAY, PromptHistory, PromptTable
 
 SOLVED, FAILED = [1, 1, 1, 1], [0, 0, 0, 0]
 
 
-def visited(*visits: tuple[int, list[float]], normalise: bool = True, baseline: str = "group") -> PromptHistory:
-    history = PromptHistory(0.5, baseline)
+def visited(*visits: tuple[int, list[float]], normalise: bool = True) -> PromptHistory:
+    history = PromptHistory()
     for prompt_id, rewards in visits:
         group = np.array([rewards], dtype=float)
         history.update(np.array([prompt_id]), group, group_advantages(group, normalise=normalise))
     return history
 
 
-def expected(history: PromptHistory, *prompt_ids: int, normalised: bool = True) -> Floats:
-    return history.expected_square(np.array(prompt_ids), group_size=4, normalised=normalised)
-
-
-def test_expected_square_is_that_of_the_beta_posterior():
-    """Around the pool's mean 1/2 the first prompt has Beta(5, 1), whose next group is mixed with the chance 55/126."""
-    history = visited((1, SOLVED), (2, FAILED))
-    np.testing.assert_allclose(expected(history, 1, 2), 4 * 55 / 126)
-    np.testing.assert_allclose(expected(history, 1, 2, normalised=False), 4 * 5 / 42)
-
-
-def test_expected_square_against_the_minibatch_counts_equal_groups():
-    """Around the pool's mean 0.7 the prompts are right with the chances 0.9 and 17/30."""
-    history = visited((1, SOLVED), (2, [1, 1, 0, 0]), normalise=False, baseline="batch")
-    squares = [4 * (0.9 * 0.09 + 0.1 * 0.49), 4 * (17 * 0.09 + 13 * 0.49) / 30]
-    np.testing.assert_allclose(expected(history, 1, 2, normalised=False), squares)
-
-
 def test_record_is_the_decayed_sum_of_its_visits():
     history = visited((7, [1, 1, 1, 0]), (7, [1, 0, 0, 0]))
     right, wrong, visits, square, magnitude, *_ = history.state_dict()["records"]["7"]
-    assert (right, wrong, visits) == (0.5 * 3 + 1, 0.5 * 1 + 3, 0.5 + 1)
-    assert (square, magnitude) == (pytest.approx(0.5 * 4 + 4), pytest.approx(3**0.5 / 2))
+    assert (right, wrong, visits) == (DECAY * 3 + 1, DECAY * 1 + 3, DECAY + 1)
+    assert (square, magnitude) == (pytest.approx(DECAY * 4 + 4), pytest.approx(3**0.5 / 2))
     np.testing.assert_allclose(history.last_magnitude(np.array([7, 8])), [3**0.5 / 2, np.nan])
 
 
 def test_graded_rewards_have_a_decayed_mean_of_squares():
     history = visited((1, [0.0, 2.0]), (1, [0.0, 4.0]), (2, [0.5, 0.5]), normalise=False)
-    pool = (0.5 * 2.0 + 8.0) / 2.5
-    np.testing.assert_allclose(expected(history, 1, 2, 3), [(0.5 * 2.0 + 8.0) / 1.5, 0.0, pool])
+    first, visits = DECAY * 2.0 + 8.0, DECAY + 1.0
+    found = history.mean_square(np.array([1, 2, 3]))
+    np.testing.assert_allclose(found, [first / visits, 0.0, first / (visits + 1.0)])
 
 
 def test_equal_visits_are_counted_until_rewards_differ():
@@ -66,7 +48,7 @@ def test_exploration_of_easy_prompts_falls_with_easy_visits():
 
 @pytest.mark.parametrize("rewards", [(0.0, 1.0), (0.1, 0.7, 1.0)])
 def test_history_resumes_bit_for_bit(rewards):
-    rng, history, restored = np.random.default_rng(0), PromptHistory(0.9), PromptHistory(0.9)
+    rng, history, restored = np.random.default_rng(0), PromptHistory(), PromptHistory()
     for _ in range(5):
         group = rng.choice(rewards, (20, 8))
         history.update(rng.permutation(50)[:20], group, group_advantages(group, normalise=True))
@@ -74,7 +56,7 @@ def test_history_resumes_bit_for_bit(rewards):
     for known in (history, restored):
         known.update(np.array([3, 99]), np.eye(2), group_advantages(np.eye(2), normalise=True))
     ids = np.arange(50)
-    assert expected(history, *ids).tobytes() == expected(restored, *ids).tobytes()
+    assert history.mean_square(ids).tobytes() == restored.mean_square(ids).tobytes()
     assert json.dumps(history.state_dict()) == json.dumps(restored.state_dict())
 
 

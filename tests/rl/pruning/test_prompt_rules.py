@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 from megatron_dppo.config import PromptPruningConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.pruning.history import PromptHistory
+from megatron_dppo.rl.pruning.forecast import PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import PROMPT_RULES, PromptCandidates, adopt, prompt_rule, select
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Floats, Selection
+from tests.rl.plans import Foretold
 
 KEEP, WINDOW = 0.7, np.random.default_rng(3).permutation(200)[:64]
 
@@ -67,14 +68,14 @@ def test_share_of_one_keeps_all_prompts(rule):
     np.testing.assert_array_equal(inclusion(rule, 1.0, [0.0, 1.0, 2.0], magnitude=[0.0, 1.0, np.nan]), 1.0)
 
 
-def draw(rule: str, history: PromptHistory) -> Selection:
+def draw(rule: str, history: PromptForecast) -> Selection:
     rng = generator(1, 3, Purpose.PROMPTS)
-    return select(WINDOW, history, PromptPruningConfig(rule=rule), group_size=8, normalised=True, keep=KEEP, rng=rng)
+    return select(WINDOW, history, PromptPruningConfig(rule=rule), group_size=8, keep=KEEP, rng=rng)
 
 
 @pytest.mark.parametrize("rule", ["none", "threshold"])
 def test_selected_prompts_keep_their_order_and_probability(rule):
-    rng, history = np.random.default_rng(0), PromptHistory(0.9)
+    rng, history = np.random.default_rng(0), Foretold(np.ones(200), np.ones(200))
     rewards = (rng.random((200, 8)) < rng.random((200, 1))).astype(float)
     history.update(np.arange(200), rewards, group_advantages(rewards, normalise=True))
     magnitude = history.last_magnitude(WINDOW)
@@ -88,7 +89,7 @@ def test_selected_prompts_keep_their_order_and_probability(rule):
 
 
 def test_prompts_of_a_biased_rule_have_no_weight():
-    history, rewards = PromptHistory(0.9), np.ones((200, 8))
+    history, rewards = Foretold(np.ones(200), np.ones(200)), np.ones((200, 8))
     for _ in range(3):
         history.update(np.arange(200), rewards, group_advantages(rewards, normalise=True))
     selection = draw("greso", history)
