@@ -7,8 +7,9 @@ not mistaken for a dead network, and NCCL never waits for one.
 from __future__ import annotations
 
 import os
+import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -156,6 +157,19 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
+
+    def exchange(self, values: Sequence[T]) -> list[T]:
+        """Send ``values[rank]`` to each rank, and return the values sent to this rank, by rank. Collective."""
+        moved()
+        if self.size == 1:
+            return [*values]
+        parts = [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
+        sizes = self.gather([len(part) for part in parts])
+        incoming = [of_rank[self.rank] for of_rank in sizes]
+        sent = torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+        received = torch.empty(sum(incoming), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, incoming, sizes[self.rank], group=self.control)
+        return [pickle.loads(part.numpy()) for part in received.split(incoming)]
 
     def together(self, attempt: Callable[[], T], *, what: str = "part") -> T:
         """Run ``attempt`` on every rank; if it fails on any, raise the lowest failing rank's error on all of them.

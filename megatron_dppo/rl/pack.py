@@ -55,7 +55,7 @@ class TrainingSample:
     routing: Routing | None = None
     """Experts of the first prompt and response tokens, in the layers of this rank's stage."""
     teacher_logprobs: NDArray[np.float32] | None = None
-    """[L], as in Completion, NaN where no server teaches this one; None where none teaches at all."""
+    """[L], as in Completion; None where no server teaches this one."""
 
 
 def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, align: int) -> Pack:
@@ -83,7 +83,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     responses = [len(sample.prompt_ids) + steps for sample, steps in zip(samples, sampled, strict=True)]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])
     advantages = [np.broadcast_to(sample.advantage, len(sample.response_ids)) for sample in samples]
-    of_teachers = [sample.teacher_logprobs for sample in samples if sample.teacher_logprobs is not None]
+    of_teachers = [sample.teacher_logprobs for sample in samples]
     return Pack(
         token_ids=token_ids,
         position_ids=layout.positions,
@@ -95,7 +95,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         advantage=np.concatenate([np.zeros(0), *(a[at] for a, at in zip(advantages, sampled, strict=True))]),
         scale=np.array([sample.scale for sample in samples], dtype=np.float64)[owner],
         engine_logprobs=_of_targets([sample.engine_logprobs for sample in samples], sampled),
-        teacher_logprobs=_of_targets(of_teachers, sampled) if of_teachers else None,
+        teacher_logprobs=_of_targets(of_teachers, sampled) if any(of is not None for of in of_teachers) else None,
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
         tree=layout.tree,
         routing=_routing([sample.routing for sample in samples], layout.slots, capacity),
@@ -154,9 +154,13 @@ class _Layout:
         )
 
 
-def _of_targets(of_samples: Sequence[NDArray[np.float32]], sampled: Sequence[Ints]) -> NDArray[np.float32]:
-    """[R], from one value for each token of a sample's response, and the places of those that are trained on."""
-    return np.concatenate([np.zeros(0, np.float32), *(v[at] for v, at in zip(of_samples, sampled, strict=True))])
+def _of_targets(of_samples: Sequence[NDArray[np.float32] | None], sampled: Sequence[Ints]) -> NDArray[np.float32]:
+    """[R], from one value for each token of a sample's response, and the places of those that are trained on. NaN for a
+    sample without values."""
+    parts = [np.zeros(0, np.float32)]
+    for values, at in zip(of_samples, sampled, strict=True):
+        parts.append(np.full(len(at), np.nan, np.float32) if values is None else values[at])
+    return np.concatenate(parts)
 
 
 def _joined(parts: Iterable[NDArray[Any]]) -> Ints:

@@ -204,10 +204,9 @@ class Learner:
         )
 
     def _packs(self, minibatch: MinibatchPlan, held: Mapping[int, Group]) -> list[Pack]:
-        servers = self._config.loss.distillation.servers
         return [
             build_pack(samples, minibatch.capacity, self._pad_id, align=self._config.layout.row_multiple)
-            for samples in deliver(self._world, minibatch, held, self._routing, self._layers, taught=bool(servers))
+            for samples in deliver(self._world, minibatch, held, self._routing, self._layers)
         ]
 
     def _microbatches(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Microbatch]:

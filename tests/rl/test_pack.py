@@ -112,6 +112,13 @@ def test_routing_lies_beside_its_tokens() -> None:
     assert pack_of(sample(1, 1), capacity=4).routing is None
 
 
+def test_targets_of_a_sample_without_a_teacher_are_unknown() -> None:
+    taught = sample(1, 2, teacher_logprobs=np.array([-0.5, -2.0], np.float32))
+    pack = pack_of(sample(2, 1), taught, capacity=8)
+    np.testing.assert_array_equal(pack.teacher_logprobs, np.array([np.nan, -0.5, -2.0], np.float32))
+    assert pack_of(sample(2, 1), capacity=8).teacher_logprobs is None
+
+
 def test_pack_without_samples_is_all_padding() -> None:
     pack = build_pack([], capacity=8, pad_id=2, align=1)
     check(pack, token_ids=[0, 1, 2, 0, 1, 2, 0, 1], cu_seqlens=[0, 8], targets=[], engine_logprobs=[], scale=[])
