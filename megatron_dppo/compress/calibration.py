@@ -1,13 +1,11 @@
-"""Calibration sequences, and passes over them."""
+"""Calibration sequences, which are prompts with responses, and their batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,18 +16,24 @@ from megatron_dppo.data.prompts import WorkedAnswer, load_worked_answers
 from megatron_dppo.data.rows import read_rows
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.errors import UserError
-from megatron_dppo.evaluation.answers import ANSWERS
-from megatron_dppo.process.streams import Advance, progress
+from megatron_dppo.evaluation.answers import ANSWERS, SETTINGS
 
 BATCH_TOKENS = 4096
-"""Most tokens of a forward pass, padding included, unless one sequence alone is longer."""
+"""Maximum number of tokens of a batch, padding included, unless a single sequence is longer."""
+OPTIONS = {
+    "data.train": "--calibrate",
+    "data.prompt_key": "--prompt-key",
+    "data.response_key": "--response-key",
+    "data.label_key": "--response-key",
+}
+"""Options by the settings that errors name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B sequences, filled up on the right to T tokens. Attention is causal: no token sees what fills up.
+    """B sequences, padded on the right to T tokens. Attention is causal, so padding changes no other token.
 
-    A prompt of two tokens with a response of two, beside one of two and one::
+    Prompts of two tokens, with responses of two tokens and of one token::
 
         tokens   [[5, 6, 7, 2], [5, 8, 2, 0]]
         valid    [[1, 1, 1, 1], [1, 1, 1, 0]]
@@ -41,30 +45,23 @@ class Batch:
     valid: torch.Tensor
     """[B, T] bool"""
     response: torch.Tensor
-    """[B, T] bool, the tokens whose loss counts."""
+    """[B, T] bool, the tokens of the loss."""
 
 
 def read_sequences(
     source: Path, tokenizer: Tokenizer, *, prompt_key: str, response_key: str, chat_template: bool
 ) -> Sequence[WorkedAnswer]:
-    """Prompts with responses, from a JSONL or parquet file, or an evaluation's own answers.
+    """Read prompts with responses.
 
     Args:
-        source: a file, or the folder that ``megatron-dppo eval --out`` has written. For a folder the three arguments
-            below say nothing: prompts are as the policy read them, and responses that were cut off have no end.
+        source: a JSONL or Parquet file, or the ``--out`` folder of ``megatron-dppo eval``. A folder has its prompts as
+            the policy read them, and ignores the other arguments.
 
     Raises:
-        UserError: naming ``--calibrate``, for a folder without answers; as ``load_worked_answers``, but naming options
-            instead of settings.
+        UserError: naming the option.
     """
     if source.is_dir():
-        if not (source / "evaluation.json").is_file() or not (source / ANSWERS).is_file():
-            problem = "is a folder, and of no evaluation"
-            remedy = (
-                "Give a file, or have the policy answer first: `megatron-dppo eval CONFIG --model MODEL --out FOLDER`"
-            )
-            raise UserError("--calibrate", source, problem, remedy)
-        return _own_answers(source / ANSWERS, tokenizer)
+        return _read_own_answers(source, tokenizer)
     data = DataConfig(
         train=str(source),
         prompt_key=prompt_key,
@@ -73,104 +70,65 @@ def read_sequences(
         chat_template=chat_template,
         max_prompt_tokens=2**31,
     )
-    if source.is_file() and prints_date(Path(tokenizer.name_or_path)):  # the same for all ranks, and on every day
+    if source.is_file() and prints_date(Path(tokenizer.name_or_path)):
+        # The file's date, so that prompts are the same on every day.
         data = replace(data, date=date.fromtimestamp(source.stat().st_mtime).isoformat())
     try:
         return load_worked_answers(data, tokenizer)
     except UserError as error:
-        names = {"data.train": "--calibrate", "data.prompt_key": "--prompt-key", "data.response_key": "--response-key"}
-        words = [str(error.problem), str(error.remedy)]
-        for setting, flag in {**names, "data.label_key": "--response-key"}.items():
-            words = [text.replace(setting, flag) for text in words]
-        raise UserError(names.get(error.setting, error.setting), error.value, *words) from error
+        texts = [str(error.setting), str(error.problem), str(error.remedy)]
+        for setting, option in OPTIONS.items():
+            texts = [text.replace(setting, option) for text in texts]
+        raise UserError(texts[0], error.value, *texts[1:]) from error
 
 
-def _own_answers(file: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
-    """Prompts and answers of a policy's evaluation; without empty answers."""
-    rows = [row for row in read_rows(str(file), "--calibrate") if row.values.get("answer")]
+def _read_own_answers(folder: Path, tokenizer: Tokenizer) -> list[WorkedAnswer]:
+    """Read the answers of an evaluation. Truncated answers have no end token; empty answers are left out."""
+    file = folder / ANSWERS
+    if not (folder / SETTINGS).is_file() or not file.is_file():
+        problem = "is a folder without an evaluation"
+        remedy = "Give a file, or let the policy answer: `megatron-dppo eval CONFIG --model MODEL --out FOLDER`"
+        raise UserError("--calibrate", folder, problem, remedy)
+    rows = [row.values for row in read_rows(str(file), "--calibrate") if row.values.get("answer")]
     if not rows:
         raise UserError("--calibrate", file, "holds no answer with a text", "Give a file of prompts with responses")
-    texts = [[str(row.values.get(key)) for row in rows] for key in ("prompt", "answer")]
-    prompts, responses = (tokenizer(of, add_special_tokens=False)["input_ids"] for of in texts)
     end = end_token_id(tokenizer)
-    return [
-        WorkedAnswer(
-            np.array(prompt, np.int32),
-            np.array(response + ([end] if row.values.get("finish") == "stop" else []), np.int32),
-        )
-        for row, prompt, response in zip(rows, prompts, responses, strict=True)
-    ]
+    answers = []
+    for row in rows:
+        prompt = tokenizer(str(row.get("prompt")), add_special_tokens=False)["input_ids"]
+        response = tokenizer(str(row["answer"]), add_special_tokens=False)["input_ids"]
+        if row.get("finish") == "stop":
+            response = [*response, end]
+        answers.append(WorkedAnswer(np.array(prompt, np.int32), np.array(response, np.int32)))
+    return answers
 
 
-def count_sequences(batches: Sequence[Batch]) -> int:
-    return sum(len(batch.tokens) for batch in batches)
-
-
-def draw(answers: Sequence[WorkedAnswer], count: int, seed: int) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
-    """``count`` sequences to score parts on, and as many others, if there are, to measure the loss on."""
+def draw_sequences(
+    answers: Sequence[WorkedAnswer], count: int, seed: int
+) -> tuple[list[WorkedAnswer], list[WorkedAnswer]]:
+    """Draw at most ``count`` sequences for the scores, and at most ``count`` other sequences for the loss."""
     order = np.random.default_rng(seed).permutation(len(answers))
     return [answers[i] for i in order[:count]], [answers[i] for i in order[count : 2 * count]]
 
 
-def batches(answers: Sequence[WorkedAnswer], *, max_tokens: int, device: torch.device) -> Iterator[Batch]:
-    """Sequences of like length together. Of those over ``max_tokens`` the end is left out.
-
-    A prompt that fills ``max_tokens`` by itself has no response left, and none of its tokens counts for a loss.
-    """
-    rows = [
-        (np.concatenate([answer.prompt_ids, answer.response_ids])[:max_tokens], len(answer.prompt_ids))
-        for answer in answers
-    ]
+def make_batches(answers: Sequence[WorkedAnswer], max_tokens: int, device: torch.device) -> list[Batch]:
+    """Put sequences of similar lengths together. A sequence ends at ``max_tokens``."""
+    rows = []
+    for answer in answers:
+        ids = np.concatenate([answer.prompt_ids, answer.response_ids])[:max_tokens]
+        rows.append((ids, len(answer.prompt_ids)))
     rows.sort(key=lambda row: -len(row[0]))
+    batches = []
     while rows:
         width = len(rows[0][0])
-        taken, rows = rows[: max(1, BATCH_TOKENS // width)], rows[max(1, BATCH_TOKENS // width) :]
+        count = max(1, BATCH_TOKENS // width)
+        taken, rows = rows[:count], rows[count:]
         tokens = torch.zeros(len(taken), width, dtype=torch.int64)
-        lengths = torch.tensor([len(ids) for ids, _ in taken])[:, None]
-        prompts = torch.tensor([prompt for _, prompt in taken])[:, None]
         for row, (ids, _) in zip(tokens, taken, strict=True):
             row[: len(ids)] = torch.from_numpy(ids.astype(np.int64))
+        lengths = torch.tensor([len(ids) for ids, _ in taken])[:, None]
+        prompts = torch.tensor([prompt for _, prompt in taken])[:, None]
         valid = torch.arange(width) < lengths
         response = valid & (torch.arange(width) >= prompts)
-        yield Batch(tokens.to(device), valid.to(device), response.to(device))
-
-
-T = TypeVar("T")
-Sums = dict[Any, torch.Tensor]
-"""Sums of a pass, by name, on the CPU."""
-
-
-class Accumulator:
-    """The passes of one command."""
-
-    def __init__(self) -> None:
-        self.read = 0
-        """Sequences that have been read so far, each as often as it was."""
-        self.advance: Advance | None = None
-
-    def over(self, pieces: Sequence[T], *, sequences: int) -> Iterator[T]:
-        """The pieces of the next pass.
-
-        Args:
-            pieces: batches of the sequences.
-            sequences: that are read in the whole pass, for the progress.
-        """
-        for place, piece in enumerate(pieces):
-            yield piece
-            count = sequences * (place + 1) // len(pieces) - sequences * place // len(pieces)
-            self.read += count
-            if self.advance:
-                self.advance(count)
-
-
-@contextmanager
-def scoring(sequences: int) -> Iterator[Accumulator]:
-    """Passes whose progress is shown.
-
-    Args:
-        sequences: that all passes together read, each as often as it is read.
-    """
-    passes = Accumulator()
-    with progress("sequences", sequences, shown=sequences > 0) as advance:
-        passes.advance = advance
-        yield passes
+        batches.append(Batch(tokens.to(device), valid.to(device), response.to(device)))
+    return batches

@@ -1,145 +1,259 @@
-"""``megatron-dppo compress``: a smaller policy from a larger one, as a Hugging Face directory like any other."""
+"""``megatron-dppo compress``: make a smaller policy from a larger policy, as a Hugging Face directory."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import fields
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype
-from megatron_dppo.bridge.convert_commands import naming, positive
+from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype, stored_chunks
+from megatron_dppo.bridge.convert_commands import check_out, in_place, naming, positive
+from megatron_dppo.bridge.hf_directory import MODEL_FILES, plan_files
+from megatron_dppo.bridge.mapping import expected_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
-from megatron_dppo.compress.calibration import Accumulator, batches
-from megatron_dppo.compress.choose import SCORES
-from megatron_dppo.compress.cut import MULTIPLE, Cut
-from megatron_dppo.compress.job import CompressionJob
-from megatron_dppo.compress.reader import Whole
+from megatron_dppo.compress.calibration import draw_sequences, make_batches, read_sequences
+from megatron_dppo.compress.cut import MULTIPLE, NO_CALIBRATION, PARTS, SCORES, Cut, Recipe
+from megatron_dppo.compress.scores import Scorer, apply_cut, choose_cut
+from megatron_dppo.compress.write import write_policy
 from megatron_dppo.data.prompts import WorkedAnswer
+from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
-from megatron_dppo.process.streams import quieten
+from megatron_dppo.process.streams import progress, quieten
 
-SOURCE = "the larger policy: a Hugging Face directory, a run, or an id on the hub"
-SHARE = "share of the weights of all layers that is left, embeddings aside"
+Sequences = Sequence[WorkedAnswer]
 
 
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ``megatron-dppo compress``."""
-    parser.add_argument("source", metavar="MODEL", type=Path, help=SOURCE)
+    """Add the options of ``megatron-dppo compress``."""
+    source = "the larger policy: a Hugging Face directory, a run, or an id on the hub"
+    parser.add_argument("source", metavar="MODEL", type=Path, help=source)
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
-    parser.add_argument("--keep", type=float, required=True, help=SHARE)
-    what = "what goes: layers, units of feed-forward layers, or units and some attention (2ssp)"
-    parser.add_argument("--method", choices=list(SCORES), default="width", help=f"{what} (default: %(default)s)")
+    keep = "fraction of all layers' weights to keep, without embeddings"
+    parser.add_argument("--keep", metavar="FRACTION", type=float, required=True, help=keep)
+    method = "remove feed-forward units (width), layers (depth), or units and attention (2ssp) (default: %(default)s)"
+    parser.add_argument("--method", choices=list(SCORES), default="width", help=method)
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
-    parser.add_argument("--score", help=f"what is kept; the first is the default. {scores}")
-    add_calibration_arguments(parser)
-    verify = "load what was written, and compare its logits with those of MODEL without the parts that are gone"
+    parser.add_argument("--score", help=f"order of the parts, the default first. {scores}")
+    part = (
+        "part of a layer that depth removes (default: %(default)s); attention and feed-forward are written as zeros, "
+        "which keep their size"
+    )
+    parser.add_argument("--part", choices=PARTS, default="block", help=part)
+    calibrate = "prompts with responses for the scores: the --out folder of `megatron-dppo eval`, or a file"
+    parser.add_argument("--calibrate", metavar="FOLDER|FILE", type=Path, help=calibrate)
+    for side in ("prompt", "response"):
+        column = f"column of {side}s in a file (default: %(default)s)"
+        parser.add_argument(f"--{side}-key", metavar="COLUMN", default=side, help=column)
+    parser.add_argument("--chat-template", action="store_true", help="put a file's prompts in the chat template")
+    count = "sequences for the scores; as many other sequences measure the loss (default: %(default)s)"
+    parser.add_argument("--sequences", metavar="N", type=positive(int), default=256, help=count)
+    longest = "truncate sequences to N tokens (default: %(default)s)"
+    parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
+    pairs = "measure Shapley values on N pairs of random halves of the layers (default: leave out one layer at a time)"
+    parser.add_argument("--subnetworks", metavar="N", type=positive(int), help=pairs)
+    multiple = "keep a multiple of N units per layer (default: %(default)s; give 128 x layout.tp)"
+    parser.add_argument("--multiple", metavar="N", type=positive(int), default=MULTIPLE, help=multiple)
+    zeros = "let 2ssp write removed attention as zeros, which keep their size: config.json has no sign for its absence"
+    parser.add_argument("--zero-attention", action="store_true", help=zeros)
+    seed = "of sequences, subnetworks and random scores (default: %(default)s)"
+    parser.add_argument("--seed", type=_parse_seed, default=1, help=seed)
+    workers = min(4, os.cpu_count() or 1)
+    threads = "threads that write (default: %(default)s)"
+    parser.add_argument("--workers", type=positive(int), default=workers, help=threads)
+    verify = "load the written policy, and compare its logits with MODEL's without the removed parts"
     parser.add_argument("--verify", action="store_true", help=verify)
     dry_run = "check everything, print what would be written, and stop"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
-    parser.add_argument("--overwrite", action="store_true", help="replace a model directory that stands there")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model directory in OUT")
 
 
-def _seed(text: str) -> int:
-    if not 0 <= (seed := int(text)) < 1 << 63:
+def _parse_seed(text: str) -> int:
+    seed = int(text)
+    if not 0 <= seed < 1 << 63:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 2^63 - 1")
     return seed
 
 
-def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of what parts are scored on, and of how they are removed."""
-    calibrate = "prompts with responses that parts are scored on: the --out folder of `megatron-dppo eval`, or a file"
-    parser.add_argument("--calibrate", metavar="FOLDER|FILE", type=Path, help=calibrate)
-    for side, name in (("prompt", "prompt"), ("response", "response")):
-        column = f"column of {side}s, of a file (default: %(default)s)"
-        parser.add_argument(f"--{side}-key", metavar="COLUMN", default=name, help=column)
-    parser.add_argument("--chat-template", action="store_true", help="put a file's prompts in the chat template")
-    count = "sequences to score on; as many others measure the loss (default: %(default)s)"
-    parser.add_argument("--sequences", metavar="N", type=positive(int), default=256, help=count)
-    longest = "of a sequence; the end of longer ones is left out (default: %(default)s)"
-    pairs = "measure Shapley values on N pairs of random halves of the layers (default: leave out one layer at a time)"
-    parser.add_argument("--subnetworks", metavar="N", type=positive(int), help=pairs)
-    parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
-    multiple = f"units left are a multiple of N (default: {MULTIPLE}; give 128 x layout.tp)"
-    parser.add_argument("--multiple", metavar="N", type=positive(int), help=multiple)
-    zeros = "write attention that 2ssp removes as zeros, which keep their size: config.json cannot say that it is gone"
-    parser.add_argument("--zero-attention", action="store_true", help=zeros)
-    parser.add_argument("--seed", type=_seed, default=1, help="of what is drawn: sequences, subnetworks, random scores")
-    workers = min(4, os.cpu_count() or 1)
-    parser.add_argument(
-        "--workers", type=positive(int), default=workers, help="threads that write (default: %(default)s)"
-    )
-
-
 def compress(chosen: argparse.Namespace) -> int:
-    """Choose what goes, write what is left, and verify it where that is asked for. Returns the exit code.
+    """Choose the parts to keep, write the smaller policy, and verify it on request. Return the exit code.
 
     Raises:
-        UserError: for what cannot be done to this policy; ``OUT`` is as it was.
+        UserError: naming the option, with ``OUT`` unchanged.
     """
     quieten()
-    chosen.named, chosen.source = str(chosen.source), policy_folder(str(chosen.source), "MODEL")
-    work = CompressionJob.of(chosen)
-    work.check_out()
-    scored, others = work.calibration()
+    source = policy_folder(str(chosen.source), "MODEL")
+    with naming("MODEL"):
+        shape = read_shape(source)
+        stored = check_weights(source, shape)
+    recipe = _make_recipe(chosen)
+    recipe.check(shape)
+    tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    planned = recipe.plan_cut(shape)
+    plan = plan_files(planned.shape(shape), dtype)
+    check_out(chosen, plan.total_bytes, [source], "config.json", "model directory", MODEL_FILES)
+    scored, held_out = _read_calibration(chosen, recipe, source)
     if chosen.dry_run:
-        work.say_what_would_be_done()
+        size = f"{plan.total_bytes / 2**20:,.1f} MiB in {len(plan.files)} files"
+        print(f"{_describe_cut(shape, planned)}\n{chosen.out}: {size}; nothing has been written")
         return 0
-    asked = work.recipe.score != "random" or scored or chosen.verify
-    model: Any = load_whole(chosen.source, work.shape, work.plan.dtype) if asked else None
-
-    def reader(answers: Sequence[WorkedAnswer], passes: Accumulator) -> Whole:
-        read = list(batches(answers, max_tokens=chosen.max_tokens, device=device()))
-        return Whole(model, work.shape, read, passes)
-
-    cut, losses = work.score(reader, scored, others)
-    verify = partial(_verify, model) if chosen.verify else None
-    work.write(cut, losses, of_others=bool(others), verify=verify)
+    model = None
+    if recipe.score != "random" or scored or chosen.verify:
+        model = _load_model(source, _choose_dtype(source, shape, dtype))
+    cut, losses = _choose_and_measure(model, recipe, shape, scored, held_out, chosen.max_tokens)
+    logits = None
+    if chosen.verify:
+        with apply_cut(model, cut):
+            logits = _compute_logits(model, shape.vocab_size)
+    # The smaller policy is loaded after the larger policy has left the memory.
+    del model
+    record = {
+        **{option: getattr(recipe, option) for option in ("method", "score", "part", "keep", "seed", "subnetworks")},
+        "from": str(chosen.source),
+        "layers": cut.layers,
+        "zero_attention": cut.zero_attention,
+        "zero_feed_forward": cut.zero_feed_forward,
+        "weights_before": parameters(shape),
+        "weights_after": parameters(cut.shape(shape)),
+        **losses,
+    }
+    difference = None
+    with in_place(chosen.out) as draft:
+        write_policy(tensors, source, shape, cut, plan, draft, record=record, workers=chosen.workers)
+        if logits is not None:
+            difference = _verify(draft, logits)
+    print(_describe_cut(shape, cut))
+    if losses:
+        data = "other sequences than those scored" if held_out else "the scored sequences, as there are no others"
+        print(f"loss {losses['loss_before']:.4f} before, {losses['loss_after']:.4f} after, on {data}")
+    if difference is not None:
+        print(f"its logits are MODEL's without the removed parts, up to {difference:.2g} of their deviation")
+    print(f"{chosen.out}: train it as any policy, with model.path={chosen.out}")
     return 0
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _make_recipe(chosen: argparse.Namespace) -> Recipe:
+    options = {field.name: getattr(chosen, field.name) for field in fields(Recipe)}
+    options["score"] = chosen.score or SCORES[chosen.method][0]
+    return Recipe(**options)
 
 
-def load_whole(folder: Path, shape: PolicyShape, stored: torch.dtype) -> Any:
-    """Transformers' own model, whole: in fp32 where the host has room for that."""
+def _read_calibration(chosen: argparse.Namespace, recipe: Recipe, source: Path) -> tuple[Sequences, Sequences]:
+    """Return sequences for the scores, and other sequences for the loss. Either list may be empty."""
+    if chosen.calibrate is None:
+        if recipe.score not in NO_CALIBRATION:
+            problem = f"--score {recipe.score} is measured on prompts with responses"
+            remedy = "Give the --out folder of `megatron-dppo eval`, or a file"
+            raise UserError("--calibrate", "(not given)", problem, remedy)
+        return [], []
+    with naming("MODEL"):
+        tokenizer = load_tokenizer(source)
+    answers = read_sequences(
+        chosen.calibrate,
+        tokenizer,
+        prompt_key=chosen.prompt_key,
+        response_key=chosen.response_key,
+        chat_template=chosen.chat_template,
+    )
+    scored, held_out = draw_sequences(answers, chosen.sequences, chosen.seed)
+
+    def has_response(answer: WorkedAnswer) -> bool:
+        return len(answer.prompt_ids) < chosen.max_tokens and len(answer.response_ids) > 0
+
+    if not any(map(has_response, scored)):
+        raise UserError("--max-tokens", chosen.max_tokens, "ends every sequence within its prompt", "Raise it")
+    return scored, held_out if any(map(has_response, held_out)) else []
+
+
+def _choose_dtype(source: Path, shape: PolicyShape, stored: torch.dtype) -> torch.dtype:
+    """Return the type to compute in: on a GPU as stored, else fp32 if the host has room."""
+    if torch.cuda.is_available():
+        return stored
+    try:
+        return logits_dtype(shape, stored)
+    except UserError as error:
+        problem = error.problem.replace("logits", "scores")
+        raise UserError("MODEL", source, problem, "Use a machine with more memory") from error
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Load transformers' model, whole."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    try:
-        dtype = stored if torch.cuda.is_available() else logits_dtype(shape, stored)
-    except UserError as error:
-        remedy = "Use a machine with more memory: scores take the whole policy"
-        raise UserError("MODEL", folder, error.problem.replace("logits", "scores"), remedy) from error
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.to(device()).eval()
+    return model.to(_find_device()).eval()
+
+
+def _find_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _choose_and_measure(
+    model: Any, recipe: Recipe, shape: PolicyShape, scored: Sequences, held_out: Sequences, max_tokens: int
+) -> tuple[Cut, dict[str, float]]:
+    """Return the cut, and the losses of the larger and the smaller policy. Without sequences there are no losses."""
+    measured = held_out or scored
+    reads = recipe.count_reads(shape) * len(scored) + 2 * len(measured)
+    with progress("sequences", reads, shown=reads > 0) as advance:
+        batches = make_batches(scored, max_tokens, _find_device())
+        cut = choose_cut(Scorer(model, batches, advance), shape, recipe)
+        if not measured:
+            return cut, {}
+        scorer = Scorer(model, make_batches(measured, max_tokens, _find_device()), advance)
+        before = scorer.measure_loss(Cut(tuple(range(shape.num_layers))))
+        return cut, {"loss_before": before, "loss_after": scorer.measure_loss(cut)}
 
 
 @torch.no_grad()
-def _verify(model: Any, written: Path, shape: PolicyShape, cut: Cut) -> float:
-    """The largest difference of two logits of the written policy and the larger one, over the deviation of all.
+def _compute_logits(model: Any, vocab_size: int) -> torch.Tensor:
+    """[1, TOKENS, vocabulary] logits of random tokens, in the model's type."""
+    tokens = torch.randint(vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    logits: torch.Tensor = model(tokens.to(_find_device()), use_cache=False).logits
+    return logits
+
+
+def _verify(written: Path, expected: torch.Tensor) -> float:
+    """Return the largest difference of the written policy's logits from ``expected``, over their standard deviation.
+
+    Args:
+        expected: [1, TOKENS, vocabulary] logits of the larger policy under the cut.
 
     Raises:
-        UserError: if it is beyond what different kernels explain, or a tensor is missing.
+        UserError: a tensor is missing, or the difference exceeds rounding in different kernels.
     """
     with naming("--verify"):
-        left = read_shape(written)
-        check_weights(written, left)
-    tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1)).to(device())
-    with Whole(model, shape, ()).as_cut(cut):
-        expected = model(tokens, use_cache=False).logits.float()
-    smaller = load_whole(written, left, model.dtype).to(model.dtype)
-    difference = float((smaller(tokens, use_cache=False).logits.float() - expected).abs().max() / expected.std())
-    limit = LIMITS["bf16" if model.dtype == torch.bfloat16 else "fp32"]
+        shape = read_shape(written)
+        check_weights(written, shape)
+    logits = _compute_logits(_load_model(written, expected.dtype), shape.vocab_size)
+    difference = float((logits.float() - expected.float()).abs().max() / expected.float().std())
+    limit = LIMITS["bf16" if expected.dtype == torch.bfloat16 else "fp32"]
     if not difference <= limit:
-        problem = f"the written policy's logits are {difference:.2g} of their deviation off, over {limit:g}"
+        problem = f"the written policy's logits differ by {difference:.2g} of their deviation, over {limit:g}"
         raise UserError("--verify", written, problem, "Compress again, and report it")
     return difference
+
+
+def _describe_cut(shape: PolicyShape, cut: Cut) -> str:
+    """Describe the removed parts."""
+    smaller = cut.shape(shape)
+    changes = []
+    if smaller.num_layers != shape.num_layers:
+        changes.append(f"layers {shape.num_layers} → {smaller.num_layers}")
+    if smaller.ffn != shape.ffn:
+        changes.append(f"feed-forward units {shape.ffn} → {smaller.ffn}")
+    for part, zeroed in (("attention", cut.zero_attention), ("feed-forward", cut.zero_feed_forward)):
+        if zeroed:
+            changes.append(f"{part} of {len(zeroed)} layers → zeros, which keep their size")
+    before, after = parameters(shape), parameters(smaller)
+    weights = f"{before / 1e6:,.2f} → {after / 1e6:,.2f} million weights ({after / before:.0%})"
+    return f"{', '.join(changes)}: {weights}"

@@ -1,143 +1,196 @@
-"""Kept parts of a policy, and how many may be kept: from shapes alone, without weights."""
+"""Parts of a policy to keep, and their numbers. Only the policy's shape is needed, no weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 
+Part = Literal["block", "attention", "feed-forward"]
+"""Part of a layer that ``depth`` removes."""
+PARTS: tuple[Part, ...] = get_args(Part)
+SCORES = {
+    "width": ("activation", "magnitude", "random"),
+    "depth": ("shapley-loss", "greedy", "influence", "random"),
+    "2ssp": ("activation", "random"),
+}
+"""Scores of each method, the default first."""
+NO_CALIBRATION = ("magnitude", "random")
+"""Scores without calibration sequences."""
 MULTIPLE = 128
-"""The number of units left is a multiple of this, which suits kernels, unless another is asked for."""
+"""Default multiple of kept units, which suits matrix kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The parts of a policy that are kept, by their numbers there, ascending.
+    """Kept parts of a policy, by their indices in the larger policy, ascending.
 
-        Cut(layers=(0, 1, 3))
-
-    is the policy without its third layer. ``neurons`` has an entry for every layer of the policy, also for those that
-    go.
+    Cut((0, 1, 3)) removes the third of four layers.
     """
 
     layers: tuple[int, ...]
-    neurons: tuple[tuple[int, ...], ...] | None = None
-    """Units of each layer's feed-forward, equally many; None: all."""
-    silenced: tuple[int, ...] = ()
-    """Layers whose attention gives nothing. config.json cannot say this: their output projections become zeros, and
-    keep their place."""
+    units: tuple[tuple[int, ...], ...] | None = None
+    """Kept feed-forward units of each layer of the larger policy, equally many; None: all."""
+    zero_attention: tuple[int, ...] = ()
+    """Layers with zeros as output projection of attention. config.json has no sign for a layer without attention."""
+    zero_feed_forward: tuple[int, ...] = ()
+    """Layers with zeros as down projection."""
 
-    def shape(self, source: PolicyShape) -> PolicyShape:
-        """The sizes of what is left."""
-        return replace(
-            source,
-            num_layers=len(self.layers),
-            ffn=len(self.neurons[0]) if self.neurons is not None else source.ffn,
-        )
+    def without(self, part: Part, layers: Collection[int]) -> Cut:
+        """Remove a part of further layers."""
+        if part == "attention":
+            return replace(self, zero_attention=tuple(sorted({*self.zero_attention, *layers})))
+        if part == "feed-forward":
+            return replace(self, zero_feed_forward=tuple(sorted({*self.zero_feed_forward, *layers})))
+        return replace(self, layers=tuple(layer for layer in self.layers if layer not in layers))
+
+    def shape(self, larger: PolicyShape) -> PolicyShape:
+        """Return the smaller policy's shape."""
+        ffn = len(self.units[0]) if self.units else larger.ffn
+        return replace(larger, num_layers=len(self.layers), ffn=ffn)
 
 
-def attention_weights(shape: PolicyShape) -> int:
-    """Weights of a layer's four projections of attention."""
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Options that decide a cut."""
+
+    method: str
+    score: str
+    keep: float
+    """Fraction of all layers' weights to keep, without embeddings and norms. Zeroed parts count as removed."""
+    part: Part = "block"
+    multiple: int = MULTIPLE
+    """The number of kept units is a multiple of this."""
+    zero_attention: bool = False
+    """Permission for 2SSP to write zeros as output projections."""
+    seed: int = 1
+    subnetworks: int | None = None
+    """Pairs of random subnetworks for Shapley values; None: each layer is left out once."""
+
+    def check(self, shape: PolicyShape) -> None:
+        """Refuse options that are impossible for this shape.
+
+        Raises:
+            UserError: naming the option.
+        """
+        if self.score not in SCORES[self.method]:
+            problem = f"is no score of --method {self.method}"
+            raise UserError("--score", self.score, problem, f"Give one of {', '.join(SCORES[self.method])}")
+        if self.part != "block" and self.method != "depth":
+            problem = f"is for --method depth, and --method is {self.method}"
+            raise UserError("--part", self.part, problem, "Leave it out")
+        if self.subnetworks and self.score != "shapley-loss":
+            problem = f"is for Shapley values, and --score is {self.score}"
+            raise UserError("--subnetworks", self.subnetworks, problem, "Leave it out")
+        if not 0 < self.keep < 1:
+            raise UserError("--keep", self.keep, "is no fraction between 0 and 1", "Give 0.75, for instance")
+        if shape.hybrid:
+            problem = f"cannot remove parts of {shape.architecture}, which has gated delta networks"
+            raise UserError("--method", self.method, problem, "Give a policy with attention in every layer")
+        if shape.experts and self.method != "depth":
+            problem = "removes feed-forward units, which is not supported for mixtures of experts"
+            raise UserError("--method", self.method, problem, "Give --method depth")
+        count = count_removed_attentions(shape, 1 - self.keep) if self.method == "2ssp" else 0
+        if count and not self.zero_attention:
+            problem = f"removes the attention of {count} layers, and config.json has no sign for such a layer"
+            remedy = "Give --zero-attention to write zeros as output projections (same size), or --method width"
+            raise UserError("--method", self.method, problem, remedy)
+
+    def plan_cut(self, shape: PolicyShape) -> Cut:
+        """Return a cut of the final size, with the first parts in place of the best.
+
+        Raises:
+            UserError: naming ``--keep`` or ``--multiple``, if no part or every part is kept.
+        """
+        layers = tuple(range(shape.num_layers))
+        if self.method == "depth":
+            return Cut(layers).without(self.part, layers[count_kept_layers(shape, self.keep, self.part) :])
+        zeroed = count_removed_attentions(shape, 1 - self.keep) if self.method == "2ssp" else 0
+        width = count_kept_units(shape, self.keep, self.multiple, zeroed)
+        return Cut(layers, (tuple(range(width)),) * len(layers), layers[:zeroed])
+
+    def count_reads(self, shape: PolicyShape) -> int:
+        """Return the number of passes of the scores over the sequences."""
+        layers, turns = shape.num_layers, 0
+        if self.score in NO_CALIBRATION:
+            return 0
+        if self.score == "shapley-loss":
+            return 2 * self.subnetworks if self.subnetworks else 1 + layers
+        if self.method == "2ssp":
+            turns = count_removed_attentions(shape, 1 - self.keep)
+        if self.score == "greedy":
+            turns = layers - count_kept_layers(shape, self.keep, self.part)
+        ablations = sum(layers - turn for turn in range(turns))
+        return ablations + (self.score != "greedy")
+
+
+def count_attention_weights(shape: PolicyShape) -> int:
+    """Count the weights of a layer's four attention projections."""
     return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
 
 
-def feed_forward_weights(shape: PolicyShape) -> int:
-    """Weights of a layer's gate, up and down projections, or of those of all its experts and of its router."""
+def count_feed_forward_weights(shape: PolicyShape) -> int:
+    """Count the weights of a layer's gate, up and down projections, or of its experts and router."""
     return shape.hidden * (3 * shape.ffn * max(1, shape.experts) + shape.experts)
 
 
-def attentions_to_remove(shape: PolicyShape, sparsity: float) -> int:
-    """2SSP's N_attn = round(N · s^((|FFN| / |attn|) / 1.5)) of N layers (2501.17771); a half is rounded up."""
-    ratio = feed_forward_weights(shape) / attention_weights(shape)
+def count_removed_attentions(shape: PolicyShape, sparsity: float) -> int:
+    """Return 2SSP's number of layers without attention (arXiv:2501.17771).
+
+    N_attn = round(N · s^((|FFN| / |attn|) / 1.5)) of N layers; a half is rounded up.
+    """
+    ratio = count_feed_forward_weights(shape) / count_attention_weights(shape)
     return math.floor(shape.num_layers * sparsity ** (ratio / 1.5) + 0.5)
 
 
-def layers_left(shape: PolicyShape, keep: float) -> int:
-    """Layers that hold the share ``keep`` of all layers' weights, rounded.
+def count_kept_layers(shape: PolicyShape, keep: float, part: Part) -> int:
+    """Return the number of layers that keep a part.
 
     Raises:
-        UserError: naming ``--keep``, if none or all are left.
+        UserError: naming ``--keep``, if no layer or every layer keeps the part.
     """
-    left = round(shape.num_layers * keep)
+    attention = count_attention_weights(shape)
+    feed_forward = count_feed_forward_weights(shape)
+    whole = attention + feed_forward
+    size = {"block": whole, "attention": attention, "feed-forward": feed_forward}[part]
+    kept = keep if part == "block" else 1 - (1 - keep) * whole / size
+    left = round(shape.num_layers * kept)
     if not 0 < left < shape.num_layers:
-        problem = f"leaves {left} of {shape.num_layers} layers"
-        raise UserError("--keep", keep, problem, f"Give a share between 1/{shape.num_layers} and 1")
+        least = 1 - (1 - 1 / shape.num_layers) * size / whole
+        problem = f"leaves {max(left, 0)} of {shape.num_layers} layers with their {part}"
+        raise UserError("--keep", keep, problem, f"Give a fraction between {least:.3f} and 1")
     return left
 
 
-def width_left(shape: PolicyShape, keep: float, multiple: int, *, attentions_gone: int = 0) -> int:
-    """Width of every feed-forward layer at which the share ``keep`` of all layers' weights is left.
+def count_kept_units(shape: PolicyShape, keep: float, multiple: int, zeroed: int) -> int:
+    """Return the nearest multiple of ``multiple`` to the exact number of kept units per layer.
 
     Args:
-        multiple: the width is rounded to the nearest one of it, up or down.
-        attentions_gone: layers whose attention is counted as gone already.
+        zeroed: layers without attention, which count as removed weights.
 
     Raises:
-        UserError: if no such width is there.
+        UserError: naming ``--keep`` or ``--multiple``, if no unit or every unit is kept.
     """
-    attention, feed_forward = attention_weights(shape), feed_forward_weights(shape)
-    left = keep * (attention + feed_forward) - attention * (1 - attentions_gone / shape.num_layers)
+    attention = count_attention_weights(shape)
+    feed_forward = count_feed_forward_weights(shape)
+    left = keep * (attention + feed_forward) - attention * (1 - zeroed / shape.num_layers)
     exact = left / (feed_forward / shape.ffn)
     if exact <= 0:
         least = attention / (attention + feed_forward)
-        problem = f"is less than attention alone takes of a layer, {least:.3f}"
+        problem = f"is less than the fraction of attention, {least:.3f}"
         raise UserError("--keep", keep, problem, "Raise it, or give --method depth")
-    return _rounded(exact, multiple, shape.ffn, "units of a feed-forward layer")
-
-
-def _rounded(exact: float, multiple: int, whole: int, what: str) -> int:
-    """The nearest multiple, up or down.
-
-    Raises:
-        UserError: if it is 0, or nothing goes.
-    """
-    left = round(exact / multiple) * multiple
-    if not 1 <= left < whole:
-        problem = f"leaves {left} {what} where {exact:.1f} are asked for, and 1 to {whole - 1} are possible"
+    width = round(exact / multiple) * multiple
+    if not 0 < width < shape.ffn:
+        problem = f"leaves {width} of {shape.ffn} feed-forward units; {exact:.1f} are asked for"
         raise UserError("--multiple", multiple, problem, "Lower it")
-    return left
+    return width
 
 
-def highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
-    """The numbers of the ``count`` highest scores, ascending; of equal ones, the first."""
-    return tuple(sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]))
-
-
-def check_cut(shape: PolicyShape, method: str, keep: float) -> None:
-    """
-    Raises:
-        UserError: naming ``--keep``, if it is no share; ``--method``, if nothing of the kind can go from a policy of
-            this shape.
-    """
-    if not 0 < keep < 1:
-        raise UserError("--keep", keep, "is no share between 0 and 1", "Give 0.75, for instance")
-    if shape.hybrid:
-        problem = f"cannot remove anything from {shape.architecture}, which has gated delta networks"
-        raise UserError("--method", method, problem, "Give a policy that has attention in every layer")
-    if shape.experts and method != "depth":
-        problem = "removes units of feed-forward layers, and is for policies without experts"
-        raise UserError("--method", method, problem, "Give depth")
-
-
-def sizes(shape: PolicyShape, method: str, keep: float, multiple: int | None = None) -> Cut:
-    """How much a method leaves, with the first parts in the place of those that will be chosen.
-
-    Args:
-        multiple: of which the number of units left is one; None: :data:`MULTIPLE`.
-
-    Raises:
-        UserError: if the share that is to be kept leaves nothing, or everything.
-    """
-    layers, multiple = tuple(range(shape.num_layers)), multiple or MULTIPLE
-
-    def of_each_layer(count: int) -> tuple[tuple[int, ...], ...]:
-        return (tuple(range(count)),) * shape.num_layers
-
-    if method == "depth":
-        return Cut(layers[: layers_left(shape, keep)])
-    gone = attentions_to_remove(shape, 1 - keep) if method == "2ssp" else 0
-    width = width_left(shape, keep, multiple, attentions_gone=gone)
-    return Cut(layers, neurons=of_each_layer(width), silenced=layers[:gone])
+def select_highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
+    """Return the indices of the ``count`` highest scores, ascending; the first of equal scores."""
+    ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+    return tuple(sorted(ranked[:count]))

@@ -1,4 +1,4 @@
-"""A small policy, and sequences that it reads."""
+"""Small policies, and sequences that they read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.compress.calibration import Batch, batches
+from megatron_dppo.compress.calibration import Batch, make_batches
 from megatron_dppo.data.prompts import WorkedAnswer
 from megatron_dppo.init import character_tokenizer, write_tokenizer
 from tests.bridge.directories import Sizes, write_qwen3_moe
@@ -24,13 +24,13 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(policy: Path) -> Any:
-    """Its own copy for each test, in fp64."""
+    """A copy of the policy for each test, in fp64."""
     return AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64).eval()
 
 
 @pytest.fixture(scope="session")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy of two layers with six experts, of which a token has two."""
+    """A policy of two layers with six experts, two of them for each token."""
     path = tmp_path_factory.mktemp("mixture") / "policy"
     write_qwen3_moe(path, Sizes(), experts=6)
     write_tokenizer(character_tokenizer(), path, max_tokens=128)
@@ -45,5 +45,5 @@ def answers() -> list[WorkedAnswer]:
 
 
 @pytest.fixture(scope="session")
-def read(answers: list[WorkedAnswer]) -> list[Batch]:
-    return list(batches(answers, max_tokens=512, device=torch.device("cpu")))
+def batches(answers: list[WorkedAnswer]) -> list[Batch]:
+    return make_batches(answers, 512, torch.device("cpu"))

@@ -154,7 +154,7 @@ WAYS = (
     ),
     Way(r"megatron-dppo compress \S+ \S+ --keep .* --verify", append="--multiple 8"),
     Way(
-        r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/(run|rewarded) .*",
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/run .*",
         append=f"{SMALL} --check",
     ),
     Way(r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/compressed/distilled .*", append=SMALL),

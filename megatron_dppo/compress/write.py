@@ -1,0 +1,100 @@
+"""Files of the smaller policy, written from the files of the larger policy a few rows at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dppo.bridge.chunks import Chunk, read_rows
+from megatron_dppo.bridge.convert import in_threads
+from megatron_dppo.bridge.hf_directory import FilePlan, SafetensorsWriter, copy_config_and_tokenizer
+from megatron_dppo.compress.cut import Cut
+from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.process.streams import progress
+
+RECORD = "compress.json"
+"""File with the options, the kept layers and the losses."""
+
+
+def write_policy(
+    tensors: Mapping[str, Chunk],
+    source: Path,
+    shape: PolicyShape,
+    cut: Cut,
+    plan: FilePlan,
+    out: Path,
+    *,
+    record: Mapping[str, Any],
+    workers: int,
+) -> None:
+    """Write the smaller policy's weights, configuration, tokenizer and record.
+
+    Args:
+        tensors: the larger policy's tensors, by name.
+        source: directory of the larger policy, of ``shape``.
+        plan: files of the smaller policy.
+        out: an existing, empty directory.
+        workers: threads that write.
+
+    Raises:
+        OSError: the disk is full.
+        UserError: a file is truncated.
+    """
+    copy_config_and_tokenizer(source, out, plan.dtype)
+    _change_config(out / "config.json", shape, cut)
+    (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+    with SafetensorsWriter.open(plan, out) as writer, progress("writing", plan.total_bytes, unit="bytes") as advance:
+
+        def write_tensor(name: str) -> None:
+            writer.write_bytes(name, read_cut_tensor(name, tensors, cut, plan.dtype))
+            advance(plan.bytes_of(name))
+
+        in_threads(write_tensor, plan.tensors, workers)
+
+
+def read_cut_tensor(name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: torch.dtype) -> Iterator[memoryview]:
+    """Read a tensor of the smaller policy, by its name there, from its first row to its last.
+
+    Every yielded buffer is overwritten by the next.
+    """
+    parts = name.split(".")
+    if parts[1] != "layers":
+        chunk = tensors[name]
+        yield from read_rows((chunk.rows, chunk.columns), [chunk], dtype)
+        return
+    layer = cut.layers[int(parts[2])]
+    parts[2] = str(layer)
+    chunk = tensors[".".join(parts)]
+    module = parts[-2]
+    kept = None
+    if cut.units and module in ("gate_proj", "up_proj", "down_proj"):
+        kept = torch.zeros(chunk.columns if module == "down_proj" else chunk.rows, dtype=torch.bool)
+        kept[list(cut.units[layer])] = True
+    zeroed = {"o_proj": cut.zero_attention, "down_proj": cut.zero_feed_forward}.get(module, ())
+    # Rows without a chunk are zeros.
+    chunks = [] if layer in zeroed else [chunk]
+    top = 0
+    for data in read_rows((chunk.rows, chunk.columns), chunks, dtype):
+        if kept is None:
+            yield data
+            continue
+        block = torch.frombuffer(data, dtype=dtype).view(-1, chunk.columns)
+        bottom = top + len(block)
+        block = block[:, kept] if module == "down_proj" else block[kept[top:bottom]]
+        top = bottom
+        yield memoryview(block.flatten().view(torch.uint8).numpy())
+
+
+def _change_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
+    """Set the sizes of the smaller policy, and keep the other settings."""
+    config = json.loads(file.read_text())
+    changed = cut.shape(shape).config_sizes.items() - shape.config_sizes.items()
+    # An older and a newer name of a size may both be there.
+    config |= {key: size for names, size in changed for key in names.split(" | ") if config.get(key)}
+    if config.get("layer_types"):
+        config["layer_types"] = [config["layer_types"][layer] for layer in cut.layers]
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
