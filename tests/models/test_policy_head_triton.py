@@ -68,6 +68,21 @@ def test_kernels_over_two_ranks_equal_operators_on_one(interpret: Interpret) -> 
     assert_parts_equal(cases, zip(*results, strict=True))
 
 
+def differentiate_twice(rank: int, size: int) -> list[torch.Tensor]:
+    """Return the gradients of the hidden states from two backward passes over one graph."""
+    hidden, weight, targets, grad = case(7, 451, 512)
+    hidden.requires_grad_()
+    settings = {"vocab_size": 451, "temperature": 0.8, "tp_group": None, "chunk_mib": 64}
+    logprobs = policy_head.score_responses(hidden, weight, targets, **settings).logprobs
+    return [torch.autograd.grad(logprobs, hidden, grad, retain_graph=True)[0] for _ in range(2)]
+
+
+def test_second_backward_pass_gives_the_same_gradient(interpret: Interpret) -> None:
+    """The first one overwrites the logits that the forward pass has kept."""
+    [[[first, second]]] = interpret(1, (differentiate_twice,))
+    torch.testing.assert_close(second, first)
+
+
 VARIANTS = [
     ("_summarise", {}),
     ("_slope", {"out": "*bf16"}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -228,6 +230,47 @@ def test_checkpoint_has_the_files_of_every_rank(ranks: RankPool, policy: Path, t
         assert "a checkpoint could not be written" in message
     assert latest_step(tmp_path / "checkpoints") == 1
     assert sorted(path.name for path in (tmp_path / "checkpoints/iter_0000001").glob("more-*")) == ["more-0", "more-1"]
+
+
+def save_and_watch(rank: int, size: int, config: Config) -> list[tuple[str, list[str]]]:
+    """Return each name that a save gives in the folder of checkpoints, with what was not flushed by then.
+
+    The files and folders with the name are to be flushed, before the tracker the folder of checkpoints as well, and at
+    the end that folder.
+    """
+    world, _, policy = build(config)
+    folder, flushed, named = Path(config.run.dir, "checkpoints"), set[int](), []
+    fsync = os.fsync
+
+    def flush(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+
+    def unflushed(*paths: Path) -> list[str]:
+        return [path.name for path in paths if path.stat().st_ino not in flushed]
+
+    def watched(rename: Callable[[str, str], None]) -> Callable[[str, str], None]:
+        def call(source: str, target: str) -> None:
+            path, to = Path(source), Path(target)
+            if to.parent == folder:
+                more = [folder] if to.name == TRACKER else []
+                named.append((to.name, unflushed(path, *path.rglob("*"), *more)))
+                flushed.discard(folder.stat().st_ino)
+            rename(source, target)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", flush)
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, watched(getattr(os, name)))
+        Checkpoints(config, world).save(policy.actor, 1, STATE)
+    return [*named, ("", unflushed(folder))]
+
+
+def test_checkpoint_is_flushed_before_it_counts(ranks: RankPool, policy: Path, tmp_path: Path) -> None:
+    [named] = ranks.run(1, save_and_watch, configure(policy, tmp_path, ONE))
+    assert named == [(name, []) for name in ("hf", iteration_name(1), TRACKER, "")]
 
 
 def test_newest_checkpoint_stays_beside_later_numbers(policy: Path, tmp_path: Path) -> None:
