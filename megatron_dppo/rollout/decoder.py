@@ -38,11 +38,11 @@ def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrai
     shape = read_shape(path)
     try:
         config = AutoConfig.from_pretrained(path).get_text_config()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # its validators have no type of error in common
         problem = f"transformers rejects its config.json: {' '.join(str(error).split())}"
         raise UserError("model.path", path, problem, "fetch the model again") from error
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device)
     for name in exact_tensors(shape):
         exact = model.get_parameter(name.replace(shape.family.body, ""))

@@ -170,9 +170,17 @@ def test_weights_that_are_not_numbers_stop_the_generation(tmp_path: Path) -> Non
     assert (caught.value.setting, caught.value.value) == ("model.path", tmp_path)
 
 
-def test_config_that_transformers_rejects_is_refused(tmp_path: Path) -> None:
-    path = write_family(tmp_path, "LlamaForCausalLM", attention_dropout="x")
-    with pytest.raises(UserError, match="attention_dropout") as caught:
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("attention_dropout", "x", "attention_dropout"),
+        ("pad_token_id", 10**9, "Padding_idx"),
+        ("attn_implementation", "x", "attn_implementation"),
+    ],
+)
+def test_config_that_transformers_rejects_is_refused(name: str, value: object, problem: str, tmp_path: Path) -> None:
+    path = write_family(tmp_path, "LlamaForCausalLM", **{name: value})
+    with pytest.raises(UserError, match=problem) as caught:
         load_engine(path)
     assert caught.value.setting == "model.path"
 
