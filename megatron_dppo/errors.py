@@ -12,7 +12,8 @@ from pathlib import Path
 
 WIDTH = 100
 """Characters of a line of an error's text."""
-_USER_OF_URL = re.compile(r"://[^/?#\s]+@")
+_USER_OF_URL = re.compile(r"(:/{1,2})[^/?#\s]+@")
+"""The part of a URL before its host. A URL that was read as a path has one slash."""
 
 
 class UserError(Exception):
@@ -110,7 +111,7 @@ def printable(text: str) -> str:
 
 def without_passwords(text: str) -> str:
     """Return a text without the user and password of its URLs."""
-    return _USER_OF_URL.sub("://***@", text)
+    return _USER_OF_URL.sub(r"\1***@", text)
 
 
 def _capitalised(text: str) -> str:

@@ -155,6 +155,8 @@ def text_of(value: object) -> str:
         return str(value).lower()
     if isinstance(value, Section):
         return "{" + ", ".join(f"{name}: {text_of(each)}" for name, each in value) + "}"
+    if isinstance(value, Mapping):  # values may be keys or passwords
+        return "{" + ", ".join(f"{name}: …" for name in value) + "}"
     return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -129,6 +129,13 @@ def test_a_row_refuses_the_smallest_configuration(row: Exclusion) -> None:
         assert find_refusal(row, [*words, way]) is None, f"{words} are still refused after {way}"
 
 
+def test_refused_mappings_are_shown_by_their_names() -> None:
+    """Their values may be keys."""
+    config = load_config(None, ["data.chat_template=false", "data.chat_template_kwargs={my_key: s3cret, b: 1}"])
+    [error] = found_by(checks(config, "train"))
+    assert error.value == "{my_key: …, b: …}"
+
+
 def test_every_command_takes_the_defaults() -> None:
     for command in get_args(Command):
         check_config(Config(), command)

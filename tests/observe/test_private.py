@@ -21,6 +21,7 @@ from megatron_dppo.observe.private import has_secrets, public
         ("loss.distillation.teacher", "http://me:p@ss@host:3/v1", "http://***@host:3/v1"),
         ("loss.distillation.teachers", {"math": "https://me:x@host"}, {"math": "https://***@host"}),
         ("rollout.servers", ["http://me:x@a", "http://b"], ["http://***@a", "http://b"]),
+        ("data.train", "https:/me:x@host/a.jsonl", "https:/***@host/a.jsonl"),
     ],
 )
 def test_secrets_of_settings_are_left_out(key: str, value: Any, shown: Any) -> None:

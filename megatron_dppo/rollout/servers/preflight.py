@@ -12,6 +12,7 @@ from functools import partial
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
+from megatron_dppo.observe.private import public
 from megatron_dppo.rollout.servers.launch import (
     SERVER_PYTHON,
     EngineSpec,
@@ -128,7 +129,8 @@ def _check_memory(config: Config) -> None:
     if rollout.launch.count and flag not in given:
         problem = f"has no {flag}: a server would take nearly all of the GPU that it shares with the trainer"
         remedy = f"Add {flag} with {share}; megatron-dppo plan says what the trainer keeps meanwhile"
-        raise UserError("rollout.launch.flags", list(rollout.launch.flags), problem, remedy)
+        flags = "rollout.launch.flags"
+        raise UserError(flags, public(flags, [*rollout.launch.flags]), problem, remedy)
     import torch
 
     if not torch.cuda.is_available():

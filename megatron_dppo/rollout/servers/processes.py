@@ -21,6 +21,7 @@ import psutil
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
+from megatron_dppo.observe.private import public
 from megatron_dppo.process import lifetime
 from megatron_dppo.rollout.servers.http import ServerError, in_url
 from megatron_dppo.rollout.servers.launch import (
@@ -281,8 +282,9 @@ def stop_all(processes: Sequence[ServerProcess]) -> None:
 def _ended_early(process: ServerProcess) -> UserError:
     problem = f"server {process.name} {process.ending()} before it could generate; the end of its log:\n"
     remedy = f"Read {process.log}, then mend the command, rollout.launch.flags or rollout.launch.env"
-    command = shlex.join(process.command)
-    return UserError("rollout.launch.command", command, problem + process.last_words(), remedy)
+    setting = "rollout.launch.command"
+    command = " ".join(public(setting, [*process.command]))
+    return UserError(setting, command, problem + process.last_words(), remedy)
 
 
 def _write_secret(place: Path, text: str) -> None:

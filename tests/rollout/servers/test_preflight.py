@@ -119,6 +119,12 @@ def test_colocated_servers_need_gpus(tmp_path: Path, flags: str) -> None:
         check(tmp_path, *SHARED, f"rollout.launch.flags=[{flags}]")
 
 
+def test_refused_flags_are_shown_without_keys(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        check(tmp_path, *SHARED, "rollout.launch.flags=[--hub-token,s3cret]")
+    assert caught.value.value == ["--hub-token", "…"]
+
+
 def test_checks_need_no_torch() -> None:
     code = "import sys, megatron_dppo.rollout.servers.preflight; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -169,7 +169,7 @@ def test_a_port_lost_before_listening_is_exchanged(start: Start, http: Http, tmp
 
 
 def test_a_failing_server_is_reported_with_its_last_words(start: Start, http: Http) -> None:
-    server = start(does="fails")
+    server = start("rollout.launch.flags=[--hub-token,s3cret]", does="fails")
     with pytest.raises(UserError) as caught:
         wait_well(server, http, 60)
     assert "ended with exit code 1 before it could generate" in caught.value.problem
