@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.lifetime import end_fork
 
 MISSING = "Of slime's own names only Sample is here: bring the rest along in files of yours"
 
@@ -151,6 +153,20 @@ def load_function(setting: str, spec: str) -> Callable[..., Any]:
     return function
 
 
+def in_this_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a user's function with a limit: a process that the function forks ends where the function returns."""
+    process = os.getpid()
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        finally:
+            end_fork(process)
+
+    return call
+
+
 def file_of(spec: str | None) -> Path | None:
     """The file of the function that a setting names, found without importing anything; None if there is none."""
     where = (spec or "").rpartition(":")[0]
@@ -196,8 +212,12 @@ def _from_module(where: str, setting: str, spec: str) -> ModuleType:
 
 def _imported(load: Callable[[], Any], setting: str, spec: str) -> Any:
     try:
+        process = os.getpid()
         with standing_in_for_slime():
-            return load()
+            try:
+                return load()
+            finally:
+                end_fork(process)
     except FAILURES as error:
         of_slime = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "slime"
         remedy = MISSING if of_slime else "Mend it, or install what it needs"

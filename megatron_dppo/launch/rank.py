@@ -42,6 +42,9 @@ JOBS = {
 }
 """Jobs of a rank, besides any ``module:function`` that takes a Config."""
 
+_reported: list[BaseException] = []
+"""Errors of failed jobs. Their frames stay: when Python discards a user's coroutine, the coroutine may loop forever."""
+
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 TOO_MANY_FILES = os.strerror(errno.EMFILE)
 HOLD_BACK_S = 10.0
@@ -81,6 +84,7 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
         raise
     except BaseException as error:  # torch's errors of distributed checkpoints, and SystemExit, are no Exceptions
         code = _report(config, error, failure)
+        _reported.append(error)
     if code == 0 and MARKER in os.environ:
         failure.note_end(int(os.environ["RANK"]))
     sys.stdout.flush()
@@ -222,4 +226,4 @@ def main(job: str, config: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    lifetime.exit_process(main(*sys.argv[1:]))

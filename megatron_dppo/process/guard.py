@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron_dppo.process.lifetime import SIGNAL, adopt_orphans, die_with, end_children
+from megatron_dppo.process.lifetime import SIGNAL, adopt_orphans, die_with, end_children, exit_process
 from megatron_dppo.process.streams import tell
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, SIGNAL)
@@ -39,9 +38,10 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
         try:
-            sys.exit(command())
+            code = command()
         finally:  # argparse exits after --help
             os.write(writer, END)
+        exit_process(code)
     os.close(writer)
     while (found := os.waitpid(-1, os.WNOHANG))[0] != child:
         if found[0]:  # an orphan

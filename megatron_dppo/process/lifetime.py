@@ -60,6 +60,34 @@ def leave(code: int, text: str) -> NoReturn:
     os._exit(code)
 
 
+def end_fork(process: int) -> None:
+    """End this process if a user's code forked it from ``process``, because it would continue the work of that one."""
+    if os.getpid() != process:
+        os._exit(0)
+
+
+EXIT_S = 30.0
+"""Seconds for the interpreter's exit after a successful command."""
+
+
+def exit_process(code: int) -> NoReturn:
+    """Exit, though a thread or a coroutine of a user's code may never end.
+
+    - After a failure the process ends at once.
+    - After a success the interpreter waits for threads and calls exit handlers, for at most ``EXIT_S``.
+    """
+    if code:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # closed, perhaps by its reader
+                stream.flush()
+        os._exit(code)
+    text = f"note: a user's thread or exit handler still ran {EXIT_S:g} s after the command had ended, and was ended"
+    limit = threading.Timer(EXIT_S, leave, (code, text))
+    limit.daemon = True
+    limit.start()
+    sys.exit(code)
+
+
 def adopt_orphans() -> None:
     """Become the parent of all orphans among this process's descendants, also of those in another session."""
     if _prctl is not None:

@@ -25,15 +25,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 import traceback
-import types
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,7 +143,7 @@ class ConversationFunction:
         prompt = client.prompt
         own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
         try:
-            returned = await _in_this_process(self.function(client, own))
+            returned = await self.function(client, own)
             return completed(returned, prompt, client.generated, client.max_tokens, self.roles, self.vocabulary)
         except (TryAgainError, UserError, client.through):
             raise
@@ -163,27 +160,6 @@ class ConversationFunction:
         """Return the error for a function that cancelled others' tasks, or stopped the event loop."""
         problem = "cancelled tasks of the run, or stopped the event loop that all conversations share"
         return UserError(self.setting, self.spec, problem, "Cancel the tasks that it has made itself, and no others")
-
-
-@types.coroutine
-def _in_this_process(work: Awaitable[Returned]) -> Generator[Any, Any, Returned]:
-    """Await a user's function. If the function forks, end the forked process at its next await, because the fork would
-    continue the whole run."""
-    process, steps = os.getpid(), work.__await__()
-    step = partial(next, steps)
-    while True:
-        try:
-            waits_for = step()
-        except StopIteration as done:
-            return cast(Returned, done.value)
-        finally:
-            if os.getpid() != process:
-                os._exit(0)
-        try:
-            yield waits_for
-            step = partial(next, steps)
-        except BaseException as error:  # the task is cancelled
-            step = partial(steps.throw, error)
 
 
 def joined(turns: Iterable[Part]) -> Completion:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.errors import UserError
+from megatron_dppo.process.event_loop import EventLoop
 from megatron_dppo.process.streams import moved, tell
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, TryAgainError
@@ -82,7 +84,8 @@ class LocalConversations:
     ) -> None:
         self.function, self.timeout_s, self.attempts = function, timeout_s, attempts
         self.late_s, self.end_s = late_s, end_s
-        self._runner = asyncio.Runner()  # one loop for all steps: what a function keeps may belong to it
+        # One loop for all steps: what a function keeps may belong to it.
+        self._runner = asyncio.Runner(loop_factory=EventLoop)
 
     def close(self) -> None:
         self._runner.close()
@@ -98,6 +101,9 @@ class LocalConversations:
             return self._runner.run(_Conversations(self, prompts, sampling, go_on).run())
         except asyncio.CancelledError:
             raise self.function.interference() from None
+        except SystemExit as error:
+            problem = f"raised in a callback or a task:\n{traceback.format_exc(limit=-4)}"
+            raise UserError(self.function.setting, self.function.spec, problem, "Mend it") from error
         except RuntimeError as error:
             if not str(error).startswith("Event loop stopped"):
                 raise

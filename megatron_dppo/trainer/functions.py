@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_dppo.config import Config, LossConfig, PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.plugins import FAILURES, load_function
+from megatron_dppo.plugins import FAILURES, in_this_process, load_function
 from megatron_dppo.rl.losses import Tokens, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
@@ -67,10 +67,10 @@ def adopt_rules(pruning: PruningConfig) -> None:
         UserError: it cannot be imported, or does not return probabilities.
     """
     if (own := pruning.prompts.function) is not None:
-        prompt_rules.adopt(own, load_function(prompt_rules.FUNCTION, own))
+        prompt_rules.adopt(own, in_this_process(load_function(prompt_rules.FUNCTION, own)))
         prompt_rules.prompt_rule(own).inclusion(PROMPTS, pruning.prompts.keep)
     if (own := pruning.completions.function) is not None:
-        completion_rules.adopt(own, load_function(completion_rules.FUNCTION, own))
+        completion_rules.adopt(own, in_this_process(load_function(completion_rules.FUNCTION, own)))
         completion_rules.rule_named(own).inclusion(COMPLETIONS, cast("float", pruning.completions.share))
 
 
@@ -114,7 +114,7 @@ def objective_of(loss: LossConfig) -> Objective:
     objective = objective_for(loss)
     if loss.objective is None:
         return objective
-    function = load_function(SETTING, loss.objective)
+    function = in_this_process(load_function(SETTING, loss.objective))
     own = replace(objective, name=loss.objective, surrogate=partial(_both, function))
     _try_out(own)
     return replace(own, surrogate=partial(_or_named, loss.objective, function))

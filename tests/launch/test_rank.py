@@ -16,14 +16,25 @@ from tests.commands import Command
 ALONE = """
 import multiprocessing, os, sys
 from megatron_dppo.launch.rank import rank_main
+from megatron_dppo.process.lifetime import exit_process
 from megatron_dppo.settings import load_config
 copy = lambda config: multiprocessing.get_context("fork").Process(target=os._exit, args=(0,)).start()
 ending = {"exit": lambda config: sys.exit(0), "leave": lambda config: os._exit(0), "saved": lambda config: os._exit(75)}
-sys.exit(rank_main({**ending, "fork": copy}[sys.argv[1]], load_config(None, ["run.dir=run"])))
+def endless():
+    try:
+        yield
+    finally:
+        while True: pass
+def stuck(config):
+    coroutine = endless()
+    next(coroutine)
+    raise ValueError("the run")
+jobs = {**ending, "fork": copy, "stuck": stuck}
+exit_process(rank_main(jobs[sys.argv[1]], load_config(None, ["run.dir=run"])))
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", 1), ("leave", 1), ("saved", 1), ("fork", 0)])
+@pytest.mark.parametrize(("how", "code"), [("exit", 1), ("leave", 1), ("saved", 1), ("fork", 0), ("stuck", 1)])
 def test_a_rank_alone_that_ends_early_has_failed(tmp_path: Path, how: str, code: int) -> None:
     """No marker is left to the next start. Forked copies may end early."""
     (tmp_path / "run").mkdir()

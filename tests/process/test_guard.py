@@ -15,7 +15,7 @@ GUARDED = "from megatron_dppo.process.guard import run_guarded\nrun_guarded(comm
 
 
 def start(body: str) -> subprocess.Popen[str]:
-    program = f"import ctypes, os, sys, time\ndef command():\n    {body}\n{GUARDED}"
+    program = f"import ctypes, os, sys, threading, time\ndef command():\n    {body}\n{GUARDED}"
     return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
 
 
@@ -25,6 +25,7 @@ def start(body: str) -> subprocess.Popen[str]:
         ("return 3", 3),
         ("sys.exit(0)", 0),
         ("ctypes.CDLL(None)._exit(5)", 5),
+        ("threading.Thread(target=time.sleep, args=(600,)).start(); return 3", 3),
         ("os.kill(os.getpid(), 11)", -signal.SIGSEGV),
     ],
 )
@@ -38,6 +39,13 @@ def test_end_below_python_is_no_success(body: str) -> None:
     process = start(body)
     assert "ended with exit code 0 before the command had ended" in process.communicate()[1]
     assert process.returncode == 1
+
+
+def test_thread_does_not_outlive_a_successful_command_for_long() -> None:
+    limit = "import megatron_dppo.process.lifetime as l; l.EXIT_S = 0.3"
+    process = start(f"{limit}; threading.Thread(target=time.sleep, args=(600,)).start(); return 0")
+    assert "still ran 0.3 s after the command had ended" in process.communicate()[1]
+    assert process.returncode == 0
 
 
 def test_nothing_that_a_command_leaves_behind_outlives_it() -> None:

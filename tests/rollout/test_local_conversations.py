@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,11 @@ async def cancel_all(client: Client, prompt: Prompt) -> list[Turn]:
 
 async def stop_the_loop(client: Client, prompt: Prompt) -> list[Turn]:
     asyncio.get_running_loop().stop()
+    return await once(client, prompt)
+
+
+async def exit_in_callback(client: Client, prompt: Prompt) -> list[Turn]:
+    asyncio.get_running_loop().call_soon(sys.exit)
     return await once(client, prompt)
 
 
@@ -170,6 +176,35 @@ def test_forked_copy_ends_where_its_step_ends(engines: Any) -> None:
     assert bits_of(generate(engines(fork), prompts, sampling)) == bits_of(generate(engines(once), prompts, sampling))
 
 
+@pytest.mark.parametrize("callback", ["task", "call_soon"])
+def test_process_that_a_callback_forks_has_no_conversations(engines: Any, tmp_path: Path, callback: str) -> None:
+    """It would begin other conversations, and each of them would fork, too."""
+    count, children = tmp_path / "forks", []
+
+    def fork_aside() -> None:
+        with count.open("a") as file:
+            file.write(".")
+        if count.stat().st_size <= conversations and (child := os.fork()):
+            children.append(child)
+
+    async def run_aside() -> None:
+        fork_aside()
+
+    async def talk(client: Client, prompt: Prompt) -> list[Turn]:
+        loop = asyncio.get_running_loop()
+        if callback == "task":
+            await loop.create_task(run_aside())
+        else:
+            loop.call_soon(fork_aside)
+        return await once(client, prompt)
+
+    prompts, sampling = make_prompts(3, 11), sampling_of()
+    conversations = len(prompts) * sampling.samples
+    generate(engines(talk), prompts, sampling)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * conversations
+    assert count.stat().st_size == conversations
+
+
 def test_sampled_tokens_have_logprobs_of_a_plain_forward(engines: Any, policy: Qwen3ForCausalLM) -> None:
     prompts = make_prompts(3, 11, 1, 6)
     groups = generate(engines(with_a_tool), prompts, sampling_of(samples=6, max_tokens=MOST))
@@ -222,6 +257,7 @@ def test_conversation_that_gives_up_is_repeated(engines: Any) -> None:
         (cancel_itself, "CancelledError: no more of this"),
         (cancel_all, "f.py:cancel_all: cancelled tasks of the run"),
         (stop_the_loop, "f.py:stop_the_loop: cancelled tasks of the run, or stopped the event loop"),
+        (exit_in_callback, "f.py:exit_in_callback: raised in a callback or a task:\nTraceback"),
         (give_up, "gave up prompt 0 2 times (rollout.attempts), the last time: the tool is down"),
         (never_end, "2 conversations of f.py:never_end neither asked for a turn nor ended"),
     ],

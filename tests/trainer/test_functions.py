@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_dppo.config import Config, LossConfig, RolloutConfig
+from megatron_dppo.config import Config, LossConfig, PruningConfig, RolloutConfig
 from megatron_dppo.errors import UserError
+from megatron_dppo.plugins import load_function
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import Objective
-from megatron_dppo.trainer.functions import engine_maker, objective_of
+from megatron_dppo.trainer.functions import adopt_rules, engine_maker, objective_of
 from tests.ranks import RankPool
 from tests.small_runs import live, rows, small_run, write_run
 
@@ -145,3 +148,39 @@ def test_own_engine_without_all_methods_is_refused(own: Path) -> None:
     assert make is not None
     with pytest.raises(UserError, match="made a Half, which lacks finish, sample_each, take_events"):
         make("policy", device=None, dtype=None, world=None)
+
+
+FORKS = """
+import os
+
+children = []
+
+def fork():
+    if child := os.fork():
+        children.append(child)
+
+def rule(candidates, keep):
+    fork()
+    return candidates.floor
+
+def objective(tokens):
+    fork()
+    return tokens.ratio * tokens.advantage
+"""
+
+
+@pytest.mark.parametrize("use", ["import", "rule", "objective"])
+def test_process_that_a_function_forks_ends(use: str, tmp_path: Path) -> None:
+    """It would continue the run."""
+    process, file = os.getpid(), tmp_path / "own.py"
+    file.write_text(FORKS + "fork()\n" * (use == "import"))
+    if use == "import":
+        load_function("loss.objective", f"{file}:objective")
+    elif use == "rule":
+        adopt_rules(PruningConfig.model_validate({"completions": {"function": f"{file}:rule", "keep": 0.5}}))
+    else:
+        objective_of(LossConfig(objective=f"{file}:objective"))
+    if os.getpid() != process:
+        os._exit(1)
+    children = sys.modules["plugin_file_own"].children
+    assert children and all(os.waitpid(child, 0)[1] == 0 for child in children)

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_dppo.process.event_loop import EventLoop
+
 if TYPE_CHECKING:  # a plan needs no client, and what runs servers no Megatron
     import aiohttp
 
@@ -94,7 +96,7 @@ class Http:
     """The loop, its thread and its connections. Close it, or it ends with the process."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = EventLoop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
         self._thread.start()
         self._session: aiohttp.ClientSession | None = None

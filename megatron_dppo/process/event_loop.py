@@ -1,0 +1,43 @@
+"""The event loop of conversations, which run a user's code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextvars import Context
+from typing import TypeVarTuple
+
+from megatron_dppo.process.lifetime import end_fork
+
+Ts = TypeVarTuple("Ts")
+
+
+class EventLoop(asyncio.SelectorEventLoop):
+    """An event loop that runs in one process.
+
+    A process that a callback or the step of a task forks ends after that callback or step. The fork would continue
+    the whole run, and each of its conversations might fork, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Schedule a callback or the step of a task."""
+        return super().call_soon(self._call, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Schedule a callback for a time."""
+        return super().call_at(when, self._call, callback, *args, context=context)
+
+    def _call(self, callback: Callable[[*Ts], object], *args: *Ts) -> None:
+        try:
+            callback(*args)
+        finally:
+            end_fork(self._process)
