@@ -22,7 +22,7 @@ from megatron_dppo.errors import MistakesError, UserError, error_text, missing_e
 from megatron_dppo.evaluation.options import MODEL, add_eval_arguments, eval_settings, model_settings
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.guard import run_guarded
-from megatron_dppo.process.lifetime import MARKER
+from megatron_dppo.process.lifetime import MARKER, exit_process
 from megatron_dppo.process.streams import escape_unencodable, tell
 from megatron_dppo.settings import as_yaml, load_whole, nearest
 
@@ -101,16 +101,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:
-        if error.errno != errno.EMFILE:
+        if error.errno == errno.ENAMETOOLONG:
+            problem = "is longer than the name of a file can be"
+            found = UserError("argument", error.filename, problem, "Give a shorter name")
+        elif error.errno == errno.EMFILE:
+            found = too_few_files(error)
+        else:
             raise
-        tell(error_text(too_few_files(error)))
+        tell(error_text(found))
         return 2
 
 
 def entry() -> NoReturn:
     """Run the command of this process's arguments, and end with its exit code."""
     if MARKER in os.environ:  # whoever starts ranks looks for the marks of all of them
-        sys.exit(main())
+        exit_process(main())
     run_guarded(main)
 
 

@@ -103,6 +103,24 @@ def test_a_refused_command_names_its_setting_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "report {}",
+        "eval small.yaml --model {}",
+        "train small.yaml data.train={}",
+        "train small.yaml reward.function={}.py:f",
+    ],
+)
+def test_name_that_no_file_can_have_is_refused(
+    words: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root)
+    assert main(words.format("a" * 256).split()) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "is longer than the name of a file can be" in said.err
+
+
 @pytest.mark.parametrize("row", REFUSALS["checks"], ids=lambda row: row[0])
 def test_check_finds_what_does_not_fit_without_a_rank(
     row: list[str], root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
