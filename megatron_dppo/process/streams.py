@@ -24,7 +24,7 @@ from megatron_dppo.errors import printable
 def escape_unencodable() -> None:
     """Escape letters that the encoding of standard output and error lacks, in place of an error."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
             stream.reconfigure(errors="backslashreplace")
 
 

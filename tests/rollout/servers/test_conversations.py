@@ -88,17 +88,18 @@ class Conversing:
         self.sampling: list[dict[str, Any]] = []
 
     def answer(self, path: str, content: dict[str, Any]) -> tuple[int, Any]:
-        """Answer 5 6, and an aborted 5 to a context that ends with ``ABORTS``."""
-        if "sampling_params" in content:
-            self.sampling.append(content["sampling_params"])
-        aborts = content.get("input_ids", [0])[-1] == ABORTS
+        """Answer 5 6, and an aborted 5 to a context that ends with ``ABORTS``. Inference is deterministic."""
+        self.sampling += content.get("sampling_params", [])
+        (context,) = content.get("input_ids", [[0]])
+        aborts = context[-1:] == [ABORTS]
         tokens = [5] if aborts else [5, 6]
         meta = {
             "weight_version": "3",
             "finish_reason": {"type": "abort" if aborts else "stop"},
             "output_token_logprobs": [[-0.5, 5], [-0.25, 6]][: len(tokens)],
         }
-        return 200, {"weight_version": "3", "meta_info": meta, "output_ids": tokens}
+        info = {"weight_version": "3", "enable_deterministic_inference": True}
+        return 200, info | {"meta_info": meta, "output_ids": tokens}
 
     def function(self, name: str, *settings: str) -> Any:
         spec = f"rollout.conversation={self._file}:{name}"
