@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("evaluation",),
     ("trainer", "report"),
     ("launch", "estimate", "compress", "doctor"),
-    ("train", "sft", "eval", "probe_tree", "probe_batch", "init", "export", "quickstart", "api", "cli", "__main__"),
+    ("train", "sft", "eval", "probe_batch", "init", "export", "quickstart", "api", "cli", "__main__"),
 )
 """Rooms, from the ground floor up. A room is a folder of the package, or a file at its top."""
 BESIDE = tuple(f"megatron_dppo.{room}" for room in ("compress", "rewards.math", "report", "estimate"))

@@ -43,7 +43,6 @@ COMMANDS = {
         "plan": "Estimate memory, time and cost of a run.",
         "doctor": "Print the installed packages and the hardware that runs will use.",
         "probe-batch": "Estimate whether a smaller batch would do, and how much to prune.",
-        "probe-tree": "Estimate whether tree sampling would help, and where to branch.",
     },
     "Models": {
         "init": "Create a small policy with random weights, and its tokenizer.",
@@ -194,9 +193,6 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
             return 0
         first, last = eval_settings(chosen)
         words = [*first, *words, *last]
-    if chosen.command == "probe-tree":
-        places = [] if chosen.at is None else [f"probe.at=[{chosen.at}]"]
-        words = [*words, *places, *(model_settings(chosen.model) if chosen.model else [])]
     if chosen.command == "probe-batch" and chosen.model:
         words = [*words, *model_settings(chosen.model)]
     checked = chosen.command in ("train", "sft") and chosen.check is not None
@@ -303,7 +299,7 @@ def command_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _add_options(parsers: Mapping[str, argparse.ArgumentParser], options_of: Sequence[str]) -> None:
-    for command in ("train", "sft", "eval", "probe-tree", "probe-batch", "serve", "launch"):
+    for command in ("train", "sft", "eval", "probe-batch", "serve", "launch"):
         _add_settings(command, parsers[command])
     add_eval_arguments(parsers["eval"])
     _add_plan_arguments(parsers["plan"])
@@ -340,10 +336,6 @@ def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:
         what = "unpruned steps to measure (default: %(default)s)"
         parser.add_argument("--steps", metavar="N", type=int, default=STEPS, help=what)
         parser.add_argument("--json", action="store_true", help="print JSON")
-    if command == "probe-tree":
-        parser.add_argument("--model", metavar="FOLDER", help=MODEL)
-        what = "branching points, as fractions of the mean response length (default: probe.at)"
-        parser.add_argument("--at", metavar="A,…", help=what)
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -35,7 +35,6 @@ from megatron_dppo.config.run import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
-    ProbeConfig,
     RunConfig,
     SftConfig,
 )
@@ -57,7 +56,6 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
     sft: SftConfig = SftConfig()
-    probe: ProbeConfig = ProbeConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @property

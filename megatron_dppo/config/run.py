@@ -108,19 +108,6 @@ class SftConfig(Section):
     """Where the warmed-up policy goes, as a Hugging Face directory; null: ``RUN.DIR/sft``."""
 
 
-class ProbeConfig(Section):
-    """Read by ``probe-tree``."""
-
-    at: tuple[Annotated[float, Gt(0.0), Lt(1.0)], ...] = (0.5, 0.8)
-    """Where trees might fork, in shares of the mean response's length."""
-    prompts: Annotated[int, Ge(2)] = 32
-    """Prompts that are tried, of the training pool."""
-    roots: Annotated[int, Ge(2)] = 4
-    """Responses to each of them."""
-    continuations: Annotated[int, Ge(2)] = 4
-    """Continuations of each response at each place, its own included."""
-
-
 class ClusterConfig(Section):
     """Read by ``plan`` and ``launch``. A run takes the machines that it is given, and reads ``gpu`` alone."""
 

@@ -25,7 +25,7 @@ Count = Annotated[int, Ge(0)]
 Pool = Annotated[int, Ge(1), Le(10_000_000)]
 """Problems that are made one by one."""
 
-Command = Literal["train", "sft", "eval", "probe-tree", "probe-batch", "serve"]
+Command = Literal["train", "sft", "eval", "probe-batch", "serve"]
 """Command that settings are checked for."""
 TRAINING: tuple[Command, ...] = ("train", "sft")
 """Commands that write to ``run.dir``, each alone."""

@@ -38,7 +38,6 @@ JOBS = {
     "train": "megatron_dppo.train:train",
     "sft": "megatron_dppo.sft:sft",
     "eval": "megatron_dppo.eval:evaluate_model",
-    "probe-tree": "megatron_dppo.probe_tree:probe_tree",
 }
 """Jobs of a rank, besides any ``module:function`` that takes a Config."""
 

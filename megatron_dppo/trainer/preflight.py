@@ -255,7 +255,7 @@ def _data_checks(config: Config, command: Command) -> Iterator[Check]:
     if command != "eval":
         for training in sources_of(config.data, "train"):
             yield partial(_check_file, training, config, command)
-    if command in ("sft", "probe-tree", "probe-batch") or config.eval.problems == 0:
+    if command in ("sft", "probe-batch") or config.eval.problems == 0:
         return
     held_out: list[HeldOut] = []
     yield lambda: held_out.extend(_held_out(config, command))

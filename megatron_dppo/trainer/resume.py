@@ -70,7 +70,6 @@ RULES: Mapping[str, Rule] = {
     "optimizer.distributed": "by the checkpoint",
     "eval.": "free",
     "sft.": "free",
-    "probe.": "free",
     "cluster.": "free",
 }
 """Rules for changes at a resume, by the beginnings of settings' names, of which the longest decides.

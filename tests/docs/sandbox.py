@@ -23,7 +23,7 @@ SUMS = [{"question": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 7)]
 GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"{i} and {i} is {2 * i}.\n#### {2 * i}"} for i in range(1, 7)]
 LIMIT_S = 240
 FORKED = re.compile(
-    r"((?:[A-Z_]+=\w+ )*)((?:megatron-dppo (?:train|sft|eval|init|compress|export|probe-(?:tree|batch)|report|plan) "
+    r"((?:[A-Z_]+=\w+ )*)((?:megatron-dppo (?:train|sft|eval|init|compress|export|probe-batch|report|plan) "
     r"(?!--out|.*--print-config)"
     r"|python (?:-m pytest|tools/\S+|\w+\.py))[^$;|&<>*]*)"
 )

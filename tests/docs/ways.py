@@ -92,8 +92,8 @@ ELSEWHERE = {
         '"--sync-debug", "--profile"',
     ),
     r"/opt/vllm/bin/pip install --no-deps nvidia-nccl-cu13==\S+": (
-        "tests/rollout/servers/test_nccl.py",
-        "--no-deps nvidia",
+        "tests/rollout/servers/test_sender.py",
+        "nvidia-nccl-cu13==2.30.7",
     ),
     r"python grpo\.py": ("tests/integrations/test_trl.py", '"python grpo.py"'),
     r"pip install '\.\[trl,cpu\]'": ("scripts/test.sh", "extras=cpu,trl"),
@@ -171,6 +171,10 @@ WAYS = (
     Way(r"megatron-dppo train configs/smollm2_steps\.yaml", append=f"{SMALL} {STEPS_SMALL}"),
     Way(r"megatron-dppo sft \S+\.yaml .*", append=f"{LAYOUT} sft.steps=1 sft.batch=2"),
     Way(
+        r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/tree .*",
+        append=f"{SMALL} rollout.samples_per_prompt=4 rollout.max_response_tokens=24",
+    ),
+    Way(
         r"megatron-dppo train configs/quickstart\.yaml run\.dir=runs/(second|grpo|distilled) .*",
         append=f"{SMALL} --check",
     ),
@@ -184,10 +188,6 @@ WAYS = (
     # What they came to.
     Way(r"megatron-dppo eval configs/quickstart\.yaml --model .*", append=EVALUATED),
     Way(r"megatron-dppo eval --out \S+ --against \S+"),
-    Way(
-        r"megatron-dppo probe-tree configs/quickstart\.yaml .*",
-        append=f"{LAYOUT} rollout.max_response_tokens=32 reward.overlong_buffer=31 probe.prompts=4",  # no reward is 0
-    ),
     Way(
         r"megatron-dppo probe-batch configs/quickstart\.yaml .*",
         append=f"{LAYOUT} rollout.prompts_per_step=8 rollout.max_response_tokens=32 reward.overlong_buffer=31 "

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.config import BranchConfig, Config, RolloutConfig, TreeConfig, replace
 from megatron_dppo.rl.advantages import completion_advantages
-from megatron_dppo.rl.trees import ForkStatistics, biased_settings, interval, tree_advantages, variance_parts
+from megatron_dppo.rl.trees import biased_settings, tree_advantages
 from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata
 from tests.rl.integration import all_plans
 from tests.rl.plans import step_config, step_metadata
@@ -113,49 +113,3 @@ def test_score_of_a_path_is_a_second_moment_over_segments() -> None:
     segments["square"][0, 1] = 9.0, 4.0
     found = completion_advantages(step_metadata(1, 2, segments=segments), np.array([[[-4.0, 1.0], [2.0, -1.0]]]))
     assert found[0] == pytest.approx([-np.sqrt((2 * 16 + 6) / 8), np.sqrt((9 * 4 + 4) / 13)])
-
-
-def test_parts_of_each_prompt_are_an_analysis_of_variance() -> None:
-    """Gradients 1 and 3 after one response, 2 and 6 after the other: variances 2 and 8 within, and 2 of the means."""
-    between, within = variance_parts(np.array([[[1.0, 9], [4, 36]]]), np.array([[16.0, 64]]), np.array([144.0]))
-    assert (between.tolist(), within.tolist()) == ([2 - 5 / 2], [5.0])
-
-
-EVERYONE, MANY = np.arange(20), 10**6
-"""Prompts, and roots whose mean has no noise."""
-
-
-def statistics(within: float, after: float, of_rewards: float = 0.5, between: float | None = None) -> ForkStatistics:
-    parts = 1 - within if between is None else between, within, 1 - of_rewards, of_rewards, 100.0, 100.0 * (1 - after)
-    return ForkStatistics(*(np.full(20, part) for part in parts))
-
-
-def test_best_tree_gains_what_the_best_split_of_tokens_gains() -> None:
-    """W/(B + W) = 0.9 after 0.1 of the tokens are left: M* = √(aW/(B(1 − a))) = 9."""
-    known = statistics(0.9, 0.1)
-    gains = [float(known.gain(EVERYONE, MANY, children)) for children in range(2, 20)]
-    most = 1.0 / (np.sqrt(0.9 * 0.1) + np.sqrt(0.1 * 0.9)) ** 2
-    assert 2 + int(np.argmax(gains)) == 9 and max(gains) == pytest.approx(most)
-    roots, children, gain = known.best(40)
-    assert roots * children <= 40 and 4 <= children <= 9 and 0.7 * most < gain.value < most
-    assert gain.low == pytest.approx(gain.high), "all prompts say the same"
-    assert known.best(3)[:2] == (2, 2), "the least tree that there is"
-
-
-def test_few_roots_make_a_noisy_baseline() -> None:
-    """The mean of two roots, each a mean of three rewards, in place of that of the eight others of a flat group."""
-    known = statistics(0.5, 0.5, of_rewards=0.3)
-    noise = known.gain(EVERYONE, MANY, 3) / known.gain(EVERYONE, 3, 3)
-    assert noise == pytest.approx((1 + (0.7 + 0.3 / 3) / 2) / (1 + 1 / 8), rel=1e-5)
-
-
-def test_interval_is_as_wide_as_prompts_differ() -> None:
-    """Means of 30 prompts, each 0 or 1: their share of ones is known to ± 0.18."""
-    late = np.random.default_rng(3).random(30) < 0.5
-    found = interval(lambda prompts: late[prompts].mean(axis=-1), 30)
-    assert found.value == late.mean()
-    assert found.high - found.low == pytest.approx(4 * np.sqrt(0.25 / 30), rel=0.2)
-
-
-def test_estimates_below_zero_count_as_none() -> None:
-    assert statistics(1.0, 0.5, between=-0.1).variance_after(EVERYONE) == 1.0

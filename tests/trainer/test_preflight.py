@@ -238,7 +238,7 @@ def test_adapters_unknown_to_peft_are_refused(tmp_path: Path) -> None:
     preflight(config_of(tmp_path / "policy", tmp_path, *asked, "run.export=false"), "train")
 
 
-@pytest.mark.parametrize("command", ["train", "sft", "eval", "probe-tree", "probe-batch"])
+@pytest.mark.parametrize("command", ["train", "sft", "eval", "probe-batch"])
 def test_tokens_outside_the_embedding_are_refused(command: str, policy: Path, tmp_path: Path) -> None:
     benchmarks = "eval.benchmarks=arithmetic"
     stops = refuse(config_of(policy, tmp_path, "rollout.stop_token_ids=[3, 131]", benchmarks), command)
