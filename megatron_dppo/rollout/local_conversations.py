@@ -11,6 +11,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,7 +89,8 @@ class LocalConversations:
         self._runner = asyncio.Runner(loop_factory=EventLoop)
 
     def close(self) -> None:
-        self._runner.close()
+        with suppress(SystemExit):  # of a user's callback
+            self._runner.close()
 
     def complete(self, prompts: Sequence[Prompt], sampling: Sampling, go_on: Continue) -> Completions:
         """``sampling.samples`` completions of each prompt.
