@@ -11,6 +11,8 @@ from megatron_dppo.settings import load_config
 
 WARM_UP = ("layout.tp=1", "layout.dp=2", "data.arithmetic.problems=8192")
 """Settings of the quickstart's supervised warm-up."""
+ONE_GPU = ("layout.tp=1", "layout.dp=1")
+"""Layout on a machine with a single GPU, where two ranks form no NCCL group."""
 
 
 def add_configs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,15 +61,19 @@ def quickstart(chosen: argparse.Namespace) -> int:
         UserError: for mistakes in the settings, before anything is made.
     """
     from megatron_dppo.init import write_model
-    from megatron_dppo.launch.start import run
+    from megatron_dppo.launch.start import count_gpus, prepare_environment, run
 
     file = str(EXAMPLES / "configs/quickstart.yaml")
     config, plain = load_config(file, chosen.overrides), load_config(file, ())
+    prepare_environment(config)
+    layout = ONE_GPU if count_gpus() == 1 else ()
+    config = load_config(file, [*layout, *chosen.overrides])
     warm, initial = Path(str(plain.model.path)), Path(plain.run.dir, "initial")
     if not (warm / "config.json").exists():
         if not (initial / "config.json").exists():
             write_model(initial, std=0.05)
         of_warm_up = [word for word in chosen.overrides if word.startswith("sft.")]
-        if code := run("sft", load_config(file, [*of_warm_up, *WARM_UP, f"model.path={initial}", f"sft.out={warm}"])):
+        folders = f"model.path={initial}", f"sft.out={warm}"
+        if code := run("sft", load_config(file, [*of_warm_up, *WARM_UP, *layout, *folders])):
             return code
     return run("train", config)

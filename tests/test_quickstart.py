@@ -33,3 +33,14 @@ def test_the_warm_up_is_repeated_until_success(tmp_path: Path, monkeypatch: pyte
     Path("runs/quickstart/warm").mkdir()
     Path("runs/quickstart/warm/config.json").touch()
     assert main(words) == 0 and [command for command, _ in begun[2:]] == ["train", "train"]
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (4, 2)])
+def test_one_gpu_gets_one_rank(gpus: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[Config]()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("megatron_dppo.launch.start.run", lambda command, config: started.append(config) or 0)
+    assert main(["quickstart"]) == main(["quickstart", "layout.tp=4"]) == 0
+    warm_up, train, *_, given = (config.layout for config in started)
+    assert (warm_up.tp, warm_up.dp, train.tp, given.tp) == (1, ranks, ranks, 4)

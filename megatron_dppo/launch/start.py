@@ -124,7 +124,7 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
     Raises:
         UserError: if this machine has GPUs, but fewer than the layout needs.
     """
-    least, gpus = layout.least_ranks, _gpus()
+    least, gpus = layout.least_ranks, count_gpus()
     ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max((gpus - reserved) // least, 1)
     if 0 < gpus < ranks + reserved:
         servers = f" and its servers {reserved}" if reserved else ""
@@ -205,7 +205,8 @@ def usable_cores() -> int:
     return cores
 
 
-def _gpus() -> int:
+def count_gpus() -> int:
+    """Return the number of GPUs that torch sees."""
     import torch
 
     return torch.cuda.device_count()

@@ -183,7 +183,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
 def test_the_layout_decides_the_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, layout: str, gpus: int, reserved: int, ranks: int | str
 ) -> None:
-    monkeypatch.setattr(start, "_gpus", lambda: gpus)
+    monkeypatch.setattr(start, "count_gpus", lambda: gpus)
     config = load_config(None, [f"layout.{word}" for word in layout.split()])
     if isinstance(ranks, int):
         assert start.ranks_of(config.layout, reserved=reserved) == ranks
