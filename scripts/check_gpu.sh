@@ -52,7 +52,7 @@ print("cuDNN", torch.backends.cudnn.version(), "NCCL", torch.cuda.nccl.version()
 }
 attention() { # LOG: attention over packs is fused, by the log of Transformer Engine
     NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 "$python" benchmarks/gpu_rates.py --json --only attention >"$1" 2>&1 || return
-    ! grep "Selected backend = Unfused" "$1"
+    grep "Selected backend" "$1" && ! grep -q "Selected backend = Unfused" "$1"
 }
 resumed() { # RUN COMMAND…: kill a run after its first checkpoint, and resume it to its end
     local run=$1 process
@@ -70,7 +70,7 @@ resumed() { # RUN COMMAND…: kill a run after its first checkpoint, and resume 
 experts() { # FOLDER
     "$python" -m megatron_dppo init "$1/policy" --tokenizer arithmetic --layers 4 --ffn 128 --experts 8 --untied &&
         resumed "$1/run" "$python" -m megatron_dppo train configs/quickstart.yaml "model.path=$1/policy" \
-            model.dtype=bf16 layout.tp=1 run.steps=3 eval.problems=20
+            model.dtype=bf16 layout.tp=1 layout.dp=1 run.steps=3 eval.problems=20
 }
 export -f versions attention resumed experts
 
