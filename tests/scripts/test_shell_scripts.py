@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+SELECTED = "Selected backend = "
 
 
 def write_program(file: Path, text: str) -> None:
@@ -105,12 +106,19 @@ def test_an_installation_shows_progress_and_keeps_pip_s_output(code: int, tmp_pa
     assert ("the installation failed" in done.stderr) == bool(code) == (not list(tmp_path.glob(".venv/installed-*")))
 
 
-def check_gpu(folder: Path, part: str, *, gpus: str = "exit 0", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run ``check_gpu.sh`` with stand-ins for Python, which fails at 4B and the policy head, and ``nvidia-smi``."""
+def check_gpu(
+    folder: Path, part: str, *, gpus: str = "exit 0", backend: str = f"{SELECTED}FusedAttention", **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run ``check_gpu.sh`` with stand-ins for Python, which fails at 4B and the policy head, and ``nvidia-smi``.
+
+    Args:
+        backend: Transformer Engine's log of the attention step.
+    """
     (folder / "programs").mkdir()
     write_program(folder / "programs/nvidia-smi", f"#!/bin/sh\n{gpus}\n")
     fails = "*--shapes\\ 4b | *policy_head.py*) echo no room; exit 3 ;;"
-    write_program(folder / "programs/python", f'#!/bin/sh\ncase "$*" in {fails} esac\n')
+    says = f"*gpu_rates.py*) echo '{backend}' ;;"
+    write_program(folder / "programs/python", f'#!/bin/sh\ncase "$*" in {fails} {says} esac\n')
     own = {"PATH": f"{folder}/programs:{os.environ['PATH']}", "PYTHON": "python", "OUT": str(folder / "out"), **environ}
     command = ["bash", str(SCRIPTS / "check_gpu.sh"), part]
     return subprocess.run(command, env=os.environ | own, text=True, capture_output=True, check=False)
@@ -132,6 +140,15 @@ def test_a_gpu_check_ends_with_a_table_and_an_archive(part: str, steps: dict[str
     with tarfile.open(archive.removeprefix("archive to send back: ")) as logs:
         log = logs.extractfile(f"{part}/{'head' if part == 'A' else 'step-4b'}.log")
         assert log is not None and log.read() == b"no room\n"
+
+
+@pytest.mark.parametrize(
+    ("backend", "code"), [("FusedAttention", 0), ("FlashAttention", 0), ("UnfusedDotProductAttention", 1), (None, 1)]
+)
+def test_a_gpu_check_needs_fused_attention(backend: str | None, code: int, tmp_path: Path) -> None:
+    said = check_gpu(tmp_path, "A", backend=f"{SELECTED}{backend}" if backend else "").stdout
+    (row,) = (line.split() for line in said.splitlines() if line.startswith("attention ") and ":" not in line)
+    assert row[2] == str(code)
 
 
 @pytest.mark.parametrize(("part", "seconds"), [("A", 360), ("B", 240)])
