@@ -91,7 +91,7 @@ ELSEWHERE = {
         "tests/gpu/test_gpu_step.py",
         '"--sync-debug", "--profile"',
     ),
-    r"/opt/vllm/bin/pip install --no-deps nvidia-nccl-cu13==\S+": (
+    r"(/opt/vllm/bin/)?pip install --no-deps nvidia-nccl-cu13==\S+": (
         "tests/rollout/servers/test_sender.py",
         "nvidia-nccl-cu13==2.30.7",
     ),
