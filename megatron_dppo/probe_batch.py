@@ -356,10 +356,8 @@ class _BatchProbe:
     def _draw(self, metadata: StepMetadata, config: Config) -> tuple[float, float, int, int]:
         """One draw's row for ``gain``."""
         objective, prompts = objective_for(config.loss), config.pruning.prompts
-        known = {"group_size": metadata.rewards.shape[1], "normalised": objective.normalise}
-        selection = select(
-            metadata.prompt_ids, self._sampler.history, prompts, **known, keep=prompts.keep, rng=self._rng
-        )
+        ids, size = metadata.prompt_ids, metadata.rewards.shape[1]
+        selection = select(ids, self._sampler.history, prompts, group_size=size, keep=prompts.keep, rng=self._rng)
         order = np.argsort(selection.prompt_ids)
         groups = np.searchsorted(metadata.prompt_ids, selection.prompt_ids[order])
         part = dataclasses.replace(

@@ -12,7 +12,7 @@ from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer, plan_fi
 from megatron_dppo.bridge.load import load_policy
 from megatron_dppo.bridge.mapping import expected_tensors
 from megatron_dppo.bridge.safetensors_files import CARRIED, carried_tensors
-from megatron_dppo.compress.cut import check_cut
+from megatron_dppo.compress.cut import Recipe
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Policy
@@ -132,4 +132,4 @@ def test_delta_networks_share_no_prefix_and_lose_no_part(tmp_path: Path) -> None
     shape = read_shape(write_family(tmp_path, TEXT))
     assert choose_sharing(Config(), shape).pack.share_prefixes == "off"
     with pytest.raises(UserError, match="Qwen3_5ForCausalLM, which has gated delta networks"):
-        check_cut(shape, "depth", 0.5)
+        Recipe("depth", "random", 0.5).check(shape)

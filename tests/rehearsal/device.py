@@ -56,7 +56,7 @@ def missing_parts() -> list[UserError]:
     """Missing requirements, each with its remedy: torch, the rest of the extra ``train``, g++, Transformer Engine."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     extra = project["project"]["optional-dependencies"]["train"]
-    torch = next(each for each in extra if each.startswith("torch"))
+    torch = next(each for each in extra if each.startswith("torch")).partition(";")[0]
     needed = {"torch": f"a rehearsal requires {torch}, a CPU build"}
     needed |= dict.fromkeys(("megatron", "transformers"), "a rehearsal runs the trainer, which requires it")
     remedy = f"run {install_command('cpu')}"
