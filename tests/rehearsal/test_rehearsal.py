@@ -101,7 +101,7 @@ def check_loading(name: str, played: dict[str, Any]) -> None:
 
 
 def check_pinned(name: str, played: dict[str, Any]) -> None:
-    """Pinned memory has the bytes that are copied to it, in blocks of 512 bytes. Megatron copies a checkpoint itself."""
+    """Pinned memory has the bytes that are copied to it, in blocks of 512 bytes. Megatron copies checkpoints itself."""
     needed = {part: times * played["room"][part] for part, times in PINNED[name].items()}
     of_size = {place: size for place, size in played["pinned"].items() if not place.endswith(OF_A_PACK)}
     assert of_size == ({PINNED_BY: sum(needed.values())} if needed else {})
