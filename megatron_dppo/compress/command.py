@@ -98,7 +98,7 @@ def compress(chosen: argparse.Namespace) -> int:
     tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
     planned = recipe.plan_cut(shape)
-    plan = plan_files(planned.shape(shape), dtype)
+    plan = plan_files(planned.shrink(shape), dtype)
     check_out(chosen, plan.total_bytes, [source], "config.json", "model directory", MODEL_FILES)
     scored, held_out = _read_calibration(chosen, recipe, source)
     if chosen.dry_run:
@@ -122,7 +122,7 @@ def compress(chosen: argparse.Namespace) -> int:
         "zero_attention": cut.zero_attention,
         "zero_feed_forward": cut.zero_feed_forward,
         "weights_before": parameters(shape),
-        "weights_after": parameters(cut.shape(shape)),
+        "weights_after": parameters(cut.shrink(shape)),
         **losses,
     }
     difference = None
@@ -245,7 +245,7 @@ def _verify(written: Path, expected: torch.Tensor) -> float:
 
 def _describe_cut(shape: PolicyShape, cut: Cut) -> str:
     """Describe the removed parts."""
-    smaller = cut.shape(shape)
+    smaller = cut.shrink(shape)
     changes = []
     if smaller.num_layers != shape.num_layers:
         changes.append(f"layers {shape.num_layers} → {smaller.num_layers}")
@@ -253,7 +253,7 @@ def _describe_cut(shape: PolicyShape, cut: Cut) -> str:
         changes.append(f"feed-forward units {shape.ffn} → {smaller.ffn}")
     for part, zeroed in (("attention", cut.zero_attention), ("feed-forward", cut.zero_feed_forward)):
         if zeroed:
-            changes.append(f"{part} of {len(zeroed)} layers → zeros, which keep their size")
+            changes.append(f"{part} of {len(zeroed)} of {shape.num_layers} layers → zeros, which keep their size")
     before, after = parameters(shape), parameters(smaller)
     weights = f"{before / 1e6:,.2f} → {after / 1e6:,.2f} million weights ({after / before:.0%})"
     return f"{', '.join(changes)}: {weights}"

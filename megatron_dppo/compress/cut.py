@@ -40,15 +40,15 @@ class Cut:
     zero_feed_forward: tuple[int, ...] = ()
     """Layers with zeros as down projection."""
 
-    def without(self, part: Part, layers: Collection[int]) -> Cut:
-        """Remove a part of further layers."""
+    def remove(self, part: Part, layers: Collection[int]) -> Cut:
+        """Return a cut without a part of further layers."""
         if part == "attention":
             return replace(self, zero_attention=tuple(sorted({*self.zero_attention, *layers})))
         if part == "feed-forward":
             return replace(self, zero_feed_forward=tuple(sorted({*self.zero_feed_forward, *layers})))
         return replace(self, layers=tuple(layer for layer in self.layers if layer not in layers))
 
-    def shape(self, larger: PolicyShape) -> PolicyShape:
+    def shrink(self, larger: PolicyShape) -> PolicyShape:
         """Return the smaller policy's shape."""
         ffn = len(self.units[0]) if self.units else larger.ffn
         return replace(larger, num_layers=len(self.layers), ffn=ffn)
@@ -108,7 +108,7 @@ class Recipe:
         """
         layers = tuple(range(shape.num_layers))
         if self.method == "depth":
-            return Cut(layers).without(self.part, layers[count_kept_layers(shape, self.keep, self.part) :])
+            return Cut(layers).remove(self.part, layers[count_kept_layers(shape, self.keep, self.part) :])
         zeroed = count_removed_attentions(shape, 1 - self.keep) if self.method == "2ssp" else 0
         width = count_kept_units(shape, self.keep, self.multiple, zeroed)
         return Cut(layers, (tuple(range(width)),) * len(layers), layers[:zeroed])

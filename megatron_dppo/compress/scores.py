@@ -125,10 +125,10 @@ class Scorer:
         whole = Cut(tuple(range(layers)))
         if pairs is None:
             present = self.measure_loss(whole)
-            return [self.measure_loss(whole.without(part, [layer])) - present for layer in range(layers)]
+            return [self.measure_loss(whole.remove(part, [layer])) - present for layer in range(layers)]
         values = np.zeros(layers)
         for half in draw_halves(layers, pairs, seed):
-            loss = self.measure_loss(whole.without(part, half))
+            loss = self.measure_loss(whole.remove(part, half))
             absent = np.isin(np.arange(layers), half)
             values += np.where(absent, loss, -loss)
         return (values / pairs).tolist()
@@ -140,10 +140,10 @@ class Scorer:
         """
         candidates = set(range(len(self.model.model.layers)))
         for turn in range(count):
-            losses = {layer: self.measure_loss(cut.without(part, [layer])) for layer in sorted(candidates)}
+            losses = {layer: self.measure_loss(cut.remove(part, [layer])) for layer in sorted(candidates)}
             best = min(losses, key=lambda layer: (losses[layer], layer))
             candidates.remove(best)
-            cut = cut.without(part, [best])
+            cut = cut.remove(part, [best])
             tell(f"{part} of layer {best} removed, {turn + 1} of {count}: loss {losses[best]:.4f}")
         return cut
 
@@ -209,9 +209,9 @@ def choose_cut(scorer: Scorer, shape: PolicyShape, recipe: Recipe) -> Cut:
             scores = scorer.measure_influence(recipe.part).tolist()
         else:
             scores = draw_scores((len(layers),), recipe.seed).tolist()
-        return whole.without(recipe.part, set(layers) - set(select_highest(scores, kept)))
+        return whole.remove(recipe.part, set(layers) - set(select_highest(scores, kept)))
     planned = recipe.plan_cut(shape)
-    width = planned.shape(shape).ffn
+    width = planned.shrink(shape).ffn
     if recipe.score == "random":
         unit_scores = draw_scores((len(layers), shape.ffn), recipe.seed)
     elif recipe.score == "magnitude":
@@ -223,4 +223,4 @@ def choose_cut(scorer: Scorer, shape: PolicyShape, recipe: Recipe) -> Cut:
     if recipe.score != "random":
         # The second stage of 2SSP measures the first stage's policy.
         return scorer.remove_greedily(cut, "attention", zeroed)
-    return cut.without("attention", select_highest(draw_scores((len(layers),), recipe.seed).tolist(), zeroed))
+    return cut.remove("attention", select_highest(draw_scores((len(layers),), recipe.seed).tolist(), zeroed))

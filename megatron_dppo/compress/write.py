@@ -92,7 +92,7 @@ def read_cut_tensor(name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: to
 def _change_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
     """Set the sizes of the smaller policy, and keep the other settings."""
     config = json.loads(file.read_text())
-    changed = cut.shape(shape).config_sizes.items() - shape.config_sizes.items()
+    changed = cut.shrink(shape).config_sizes.items() - shape.config_sizes.items()
     # An older and a newer name of a size may both be there.
     config |= {key: size for names, size in changed for key in names.split(" | ") if config.get(key)}
     if config.get("layer_types"):

@@ -39,7 +39,7 @@ def kept_fraction(recipe: Recipe, shape: PolicyShape) -> float:
     cut = recipe.plan_cut(shape)
     zeros = len(cut.zero_attention) * count_attention_weights(shape)
     zeros += len(cut.zero_feed_forward) * count_feed_forward_weights(shape)
-    return (layer_weights(cut.shape(shape)) - zeros) / layer_weights(shape)
+    return (layer_weights(cut.shrink(shape)) - zeros) / layer_weights(shape)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_ATTENTIONS)
@@ -65,7 +65,7 @@ def test_depth_keeps_the_requested_fraction(part: Part, shape: PolicyShape) -> N
 
 def test_kept_units_are_a_multiple() -> None:
     cuts = [Recipe("width", "random", keep, multiple=512).plan_cut(PUBLISHED["qwen3-8b"]) for keep in (0.5, 0.6, 0.7)]
-    assert [cut.shape(PUBLISHED["qwen3-8b"]).ffn % 512 for cut in cuts] == [0, 0, 0]
+    assert [cut.shrink(PUBLISHED["qwen3-8b"]).ffn % 512 for cut in cuts] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

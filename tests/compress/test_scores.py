@@ -151,7 +151,7 @@ def test_a_useless_part_is_found(model: Any, policy: Path, batches: list[Batch],
         weight *= 1e-6
     shape = read_shape(policy)
     keep = {"block": 0.75, "attention": 0.88, "feed-forward": 0.87}[part]
-    assert choose_cut(Scorer(model, batches), shape, Recipe("depth", score, keep, part)) == WHOLE.without(part, [1])
+    assert choose_cut(Scorer(model, batches), shape, Recipe("depth", score, keep, part)) == WHOLE.remove(part, [1])
 
 
 def test_random_2ssp_removes_units_and_attention(policy: Path) -> None:
