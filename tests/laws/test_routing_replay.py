@@ -117,7 +117,7 @@ def test_replay_of_fresh_rollouts_is_the_trainers_choice(ranks: RankPool, tmp_pa
     write_qwen3_moe(folder / "hf", Sizes(vocab_size=VOCAB), experts=EXPERTS)
     write_tokenizer(character_tokenizer(), folder / "hf", max_tokens=128)
     replay, ahead = "loss.replay_routing=rollout", "rollout.ahead=1"
-    settings = {"none": (), "rollout": (replay,), "ahead none": (ahead,), "ahead rollout": (replay, ahead)}
+    settings = {"none": (), "rollout": (replay,), "ahead_none": (ahead,), "ahead_rollout": (replay, ahead)}
     found = {
         name: small_run(folder, tmp_path / name, "layout.pp=2", "run.steps=2", *words)
         for name, words in settings.items()

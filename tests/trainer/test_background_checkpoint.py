@@ -63,7 +63,7 @@ def train_while_it_is_written(
         with pytest.raises((CheckpointException, RuntimeError), match=problem):
             checkpoints.finish()
     else:
-        assert not checkpoints.is_written()
+        assert rank > 0 or not checkpoints.is_written()  # of replicas the first writes
         for child in psutil.Process().children():
             child.send_signal(signal.SIGCONT)
         checkpoints.finish()

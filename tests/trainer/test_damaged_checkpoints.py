@@ -36,7 +36,7 @@ pytestmark = pytest.mark.xdist_group("trainer/test_damaged_checkpoints.py")
 
 @pytest.fixture(scope="module")
 def config(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Settings of a run with checkpoints after its first and second step, with an object among the shards."""
+    """Settings of a run with checkpoints after its first and second step."""
     folder = tmp_path_factory.mktemp("run")
     policy = write_policy(folder / "policy", layers=2)
     config = configure(policy, folder / "run", LayoutConfig(dp=1))
@@ -156,8 +156,8 @@ def plant_in_shards(place: Path, payload: Payload, *, kind: str) -> None:
     (place / METADATA).write_bytes(pickle.dumps(metadata))
 
 
-SHARDS = "optimizer/shard_", "final_layernorm"
-"""An object, and a weight."""
+SHARDS = "exp_avg.output_layer", "final_layernorm"
+"""Of the optimizer, and a weight."""
 PLANTS: dict[str, Callable[[Path, Payload], None]] = {
     METADATA: plant_in_index,
     COMMON: plant_in_common,
