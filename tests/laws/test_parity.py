@@ -178,8 +178,9 @@ def reference_gradients(path: Path, out: Path) -> dict[str, torch.Tensor]:
 
 def assert_gradients_equal(ranks: RankPool, policy: Path, out: Path) -> None:
     """Compare gradients with each kind of recomputation; the limit is a share of the tensor's largest gradient."""
-    # A decay's gradient is a sum of large terms: transformers' own in fp32 is 7e-5 from the gradient in fp64.
-    limit = 1e-4 if read_shape(policy).hybrid else 2e-5
+    # A decay's gradient is a sum of large terms: transformers' own in fp32 is 7e-5 from the gradient in fp64, and ours
+    # can be as far on the other side.
+    limit = 2e-4 if read_shape(policy).hybrid else 2e-5
     theirs = reference_gradients(policy, out)
     ways = ("none", "selective", "full")
     calls = [(streamed_gradients, policy, LayoutConfig(), recompute) for recompute in ways]
