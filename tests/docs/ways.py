@@ -132,7 +132,8 @@ WAYS = (
     ),
     Way(r"megatron-dppo train configs/qwen3_\S+\.yaml", append=CHECKED),
     Way(r"python benchmarks/plan_published\.py --json"),
-    Way(r"python benchmarks/house\.py"),
+    Way(r"python tools/types_on_the_way\.py"),
+    Way(r"lint-imports"),
     Way(r"python -m pytest tests/laws/test_parity\.py -k SeedOss"),
     # The suite runs them anyway.
     Way(r"python -m pytest tests/laws(/test_unbiasedness\.py)? -k \w+", append="--collect-only -q"),
