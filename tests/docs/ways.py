@@ -86,7 +86,6 @@ ELSEWHERE = {
         "tests/rehearsal/test_command.py",
         '"tests.rehearsal", CONFIG',
     ),
-    r"python benchmarks/rehearsal\.py --json": ("tests/rehearsal/test_command.py", '"benchmarks/rehearsal.py"'),
     r"python benchmarks/gpu_step\.py --shapes 1\.7b --sync-debug --profile kernels\.txt": (
         "tests/gpu/test_gpu_step.py",
         '"--sync-debug", "--profile"',

@@ -163,7 +163,28 @@ EARLIER = (
     ),
     Figure("adapters of rank 16, time of an update, relative", "lora.py", "{relative_time}", "all weights trained"),
     Figure("adapters merged in bf16, fraction of the update lost to rounding", "lora.py", "{lost_to_rounding}"),
+    Figure(
+        "SmolLM2's training on one thread, times faster",
+        "real_model.py",
+        "{train_over_transformers}",
+        "transformers, padded in batches of 8",
+    ),
+    Figure(
+        "SmolLM2's generation on one thread, times faster",
+        "real_model.py",
+        "{rollout_over_generate}",
+        "`generate` of transformers",
+    ),
 )
+REHEARSED = {
+    "memory / planned": "{memory_over_plan:.3f}",
+    "kernels a pack": "{kernels_per_pack:,}",
+    "kernels [s]": "{kernel_seconds:.1f}",
+    "kernels, planned [s]": "{planned_kernel_seconds:.1f}",
+    "collectives [s]": "{collective_seconds:.1f}",
+    "matrix rate, kernels only": "{matrix_rate_of_kernels:.2f}",
+    "matrix rate, with collectives and pipeline": "{matrix_rate_of_all:.2f}",
+}
 ARMS_BESIDE_TRL = {
     "unpruned": "none",
     "pruned": "prompts 0.7, tokens 0.5",
@@ -276,6 +297,14 @@ def group_size() -> Iterator[str]:
         yield _row(size, (_with_reach(arm[size]) for stage in stages for arm in stage["arms"].values()))
 
 
+def rehearsed() -> Iterator[str]:
+    """Memory, kernels and collectives of each published configuration."""
+    yield _row("configuration", REHEARSED)
+    yield "|---" * (len(REHEARSED) + 1) + "|"
+    for name, figures in stored()["rehearsal.py"]["figures"].items():
+        yield _row(f"`{name}`", (text.format(**figures) for text in REHEARSED.values()))
+
+
 def _row(name: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join([name, *cells])} |"
 
@@ -314,6 +343,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "curves": curves,
     "errors": errors,
     "group_size": group_size,
+    "rehearsed": rehearsed,
     "times_sums": partial(times, "sums"),
     "times_word_problems": partial(times, "word_problems"),
 }
