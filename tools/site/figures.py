@@ -79,12 +79,6 @@ MEASURED = (
         "{naive_peak_mib:,.0f}, all logits at once",
     ),
     Figure(
-        "tokens per second of the local engine, times as many",
-        "local_rollout.py",
-        "{tokens_per_second_over_generate:.1f}",
-        "`generate` of transformers",
-    ),
-    Figure(
         "Qwen3-1.7B in bf16 to Megatron's format, seconds",
         "convert.py",
         "{to_megatron_seconds:.1f}",
@@ -95,24 +89,6 @@ MEASURED = (
         "convert.py",
         "{to_hf_seconds:.1f}",
         "{cp_of_the_checkpoint_seconds:.1f}, `cp -r`",
-    ),
-    Figure(
-        "weight stream, TP 2 × PP 2 to one consumer, relative time",
-        "weight_stream.py",
-        "{seconds_over_bare:.2f}",
-        "a bare gather and broadcast by gloo",
-    ),
-    Figure(
-        "weight stream, 64 experts of 30B-A3B's size, EP 2, relative time",
-        "weight_stream.py --experts 64",
-        "{seconds_over_bare:.2f}",
-        "a bare gather and broadcast by gloo",
-    ),
-    Figure(
-        "105 MB to SGLang at TP 1 and TP 2, relative time",
-        "weight_sync.py --tp 1 2",
-        "{collective[transfer_over_bare]:.2f}",
-        "a bare broadcast by gloo to idle processes",
     ),
     Figure(
         "wrong answers taken for right, of 20,000 changed labels",
@@ -174,6 +150,30 @@ EARLIER = (
         "real_model.py",
         "{rollout_over_generate}",
         "`generate` of transformers",
+    ),
+    Figure(
+        "tokens per second of the local engine, times as many",
+        "local_rollout.py",
+        "{tokens_per_second_over_generate:.1f}",
+        "`generate` of transformers",
+    ),
+    Figure(
+        "weight stream, TP 2 × PP 2 to one consumer, relative time",
+        "weight_stream.py",
+        "{seconds_over_bare:.2f}",
+        "a bare gather and broadcast by gloo",
+    ),
+    Figure(
+        "weight stream, 64 experts of 30B-A3B's size, EP 2, relative time",
+        "weight_stream.py --experts 64",
+        "{seconds_over_bare:.2f}",
+        "a bare gather and broadcast by gloo",
+    ),
+    Figure(
+        "105 MB to SGLang at TP 1 and TP 2, relative time",
+        "weight_sync.py --tp 1 2",
+        "{collective[transfer_over_bare]:.2f}",
+        "a bare broadcast by gloo to idle processes",
     ),
 )
 REHEARSED = {
