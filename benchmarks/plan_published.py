@@ -1,16 +1,18 @@
-"""The planner against runs that others have published: seconds of a step, and of its phases where they are told.
+"""Compare the planner with published runs: seconds of a step, and of its phases where a source has these.
 
-Every row has the run's own settings where these are public, and says what had to be assumed. All rows are planned with
-one and the same set of assumptions about machines, the planner's defaults; lengths, which are a run's own, are given.
-The ratio is planned over published: 1 is right, and below 1 the planner promises too much.
+    python benchmarks/plan_published.py [--json]
+
+A run has its own settings and mean lengths where these are public, and names each assumption. The planner's other
+assumptions are its defaults. A ratio is planned over published seconds: below 1 the planner is too optimistic.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
+
+from harness import arguments, finish
 
 from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.servers import server_memory
@@ -42,19 +44,19 @@ class Run:
     shape: PolicyShape
     settings: tuple[str, ...]
     response: float
-    """Mean response, tokens."""
+    """Mean tokens of a response."""
     prompt: float
-    """Mean prompt, tokens."""
+    """Mean tokens of a prompt."""
     server_share: float
-    """Of a GPU's memory, for a server."""
+    """Fraction of a GPU's memory that a server has."""
     published: dict[str, float]
     """Seconds by phase, or of the whole ``step``."""
     assumed: tuple[str, ...]
-    """What is not public, or does not fit the planner's settings."""
+    """Values that are not public, or that the planner has no setting for."""
     old_pass: bool = False
-    """Whether it computes old log-probabilities before a single update, as this project does not."""
+    """Whether old log-probabilities are computed before a single update, unlike here."""
     server_ranks: int | None = None
-    """Tensor-parallel ranks of its servers, where the planner refuses so many."""
+    """Tensor-parallel ranks of a server, where the planner refuses so many."""
 
 
 NEMO = "docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html, and the recipes that it names"
@@ -101,7 +103,7 @@ NEMO_235B_ASSUMED = (
 )
 RUNS = (
     Run(
-        "NeMo-RL 0.5, Qwen3-32B, 32 H100",
+        "NeMo-RL 0.5, Qwen3-32B, 32 H100, 64 × 32 samples",
         NEMO,
         PUBLISHED["qwen3-32b"],
         (
@@ -146,7 +148,7 @@ RUNS = (
         NEMO_ASSUMED[1:],
     ),
     Run(
-        "NeMo-RL 0.6, Qwen3-235B-A22B, 128 H100",
+        "NeMo-RL 0.6, Qwen3-235B-A22B, 128 H100, 16 × 32 samples",
         NEMO_06,
         PUBLISHED["qwen3-235b-a22b"],
         (
@@ -171,7 +173,7 @@ RUNS = (
         old_pass=True,
     ),
     Run(
-        "miles, 27B, 8 H200",
+        "miles, 27B, 8 H200, 32 × 8 samples",
         "figures as reported; layout from scripts/run-qwen3.5-27B.sh in radixark/miles",
         HYBRID_27B,
         (
@@ -180,7 +182,7 @@ RUNS = (
             "loss.kl_coef=0.001", "cluster.gpu=h200", "cluster.nodes=1", "layout.tp=4", "layout.sequence_parallel=true",
             "model.recompute=full", "rollout.launch.count=8", "rollout.launch.tp=1", "pack.max_tokens=9216",
         ),
-        7000, 110, 0.5, {"generation": 307.0, "training": 415.0, "weight sync": 2.5},
+        7000, 110, 0.5, {"rollout": 307.0, "training": 415.0, "weight sync": 2.5},
         (
             "mean length from the report itself: 415 s at 9% of peak are 1.8 million tokens in 256 samples",
             "the model has linear attention in three layers of four; taken for a dense one of nearly its size, whose "
@@ -193,40 +195,24 @@ RUNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Row:
-    """A run, planned."""
-
-    run: Run
-    planned: StepTime
-    ratios: dict[str, float] = field(default_factory=dict)
-
-
-def planned(run: Run, assume: Assumptions) -> Row:
-    """Plan a published run with the assumptions of all, and its own lengths."""
+def plan_run(run: Run) -> StepTime:
+    """Plan a published run with its own lengths and the planner's other assumptions."""
     config = without_pruning(load_config(None, [*run.settings, "cluster.gpus_per_node=8", "run.steps=1"]))
-    limit = config.rollout.max_response_tokens
-    assume = replace(
-        assume, response_share=run.response / limit, prompt_tokens=run.prompt, server_memory_share=run.server_share
+    assume = Assumptions(
+        response_share=run.response / config.rollout.max_response_tokens,
+        prompt_tokens=run.prompt,
+        server_memory_share=run.server_share,
     )
     placement = place(config, run.shape)
     if run.server_ranks is not None:
         placement = replace(placement, servers=(run.server_ranks,) * (sum(placement.servers) // run.server_ranks))
     setup = Setup(config, run.shape, placement, assume)
     step = step_time(setup, concurrency=max(server_memory(setup, resident=0.0).concurrency, 1))
-    if run.old_pass:
-        step = with_old_pass(step, ahead=bool(config.rollout.ahead))
-    seconds = {
-        "step": step.seconds,
-        "generation": step.phases["generation"],
-        "training": sum(step.phases[name] for name in TRAINING),
-        "weight sync": step.phases["weight sync"],
-    }
-    return Row(run, step, {phase: seconds[phase] / published for phase, published in run.published.items()})
+    return with_old_pass(step, ahead=bool(config.rollout.ahead)) if run.old_pass else step
 
 
 def with_old_pass(step: StepTime, *, ahead: bool) -> StepTime:
-    """The step with a pass for old log-probabilities, which is as long as that for the reference's."""
+    """Add a pass for old log-probabilities, as long as the pass for the reference's."""
     phases = step.phases | {"old log-probabilities": step.phases["reference log-probabilities"]}
     generated = phases["generation"]
     seconds = sum(phases.values())
@@ -235,32 +221,31 @@ def with_old_pass(step: StepTime, *, ahead: bool) -> StepTime:
     return replace(step, phases=phases, seconds=seconds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    arguments = parser.parse_args()
-    assume = Assumptions()
-    rows = [planned(run, assume) for run in RUNS]
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        run = row.run
-        found.append(
-            {
-                "run": run.name, "source": run.source, "settings": run.settings, "response_tokens": run.response,
-                "prompt_tokens": run.prompt, "server_memory_share": run.server_share, "assumed": run.assumed,
-                "published_s": run.published, "planned_s": row.planned.phases | {"step": row.planned.seconds},
-                "ratios": row.ratios, "within_30_percent": {k: 1 / 1.3 <= r <= 1.3 for k, r in row.ratios.items()},
-            }
-        )  # fmt: skip
-        print(run.name)
+def compare_runs() -> Iterator[dict[str, Any]]:
+    """Yield each published phase beside the planned one."""
+    for run in RUNS:
+        step = plan_run(run)
+        planned = {
+            "step": step.seconds,
+            "rollout": step.phases["generation"],
+            "training": sum(step.phases[name] for name in TRAINING),
+            "weight sync": step.phases["weight sync"],
+        }
         for phase, published in run.published.items():
-            ratio = row.ratios[phase]
-            print(f"  {phase:<12} published {published:6.1f} s, planned {ratio * published:6.1f} s, ratio {ratio:.2f}")
-        print("  planned: " + ", ".join(f"{name} {s:.1f}" for name, s in row.planned.phases.items() if s))
-        for line in run.assumed:
-            print(f"  assumed: {line}")
-    if arguments.json:
-        print(json.dumps({"assumptions": asdict(assume), "runs": found}))
+            yield {
+                "run": run.name,
+                "source": run.source,
+                "assumed": run.assumed,
+                "phase": phase,
+                "published_s": published,
+                "planned_s": planned[phase],
+                "ratio": planned[phase] / published,
+            }
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    finish({"phases": list(compare_runs())}, options)
 
 
 if __name__ == "__main__":
