@@ -196,6 +196,8 @@ PAGES = {
     "efficiency.py": "pruning_measured.md#beside-a-smaller-batch",
     "time_to_accuracy.py": "pruning_measured.md#time-to-an-accuracy",
     "group_size.py": "pruning_measured.md#group-size",
+    "in_trl.py": "recipes/other_trainers.md#trl",
+    "plan_published.py": "scaling.md#against-published-runs",
     "real_curves.py": "runs.md#a-real-language-model",
 }
 """Where the figures of other scripts stand."""
@@ -226,7 +228,7 @@ def elsewhere() -> Iterator[str]:
     yield "|---|---|---|"
     for command, found in stored().items():
         if page := PAGES.get(command.split()[0]):
-            name = page.partition(".")[0].replace("_", " ")
+            name = Path(page).name.partition(".")[0].replace("_", " ")
             yield f"| `{command}` | [{name}]({page}) | `{found['commit']}`, {found['date']} |"
 
 
@@ -305,6 +307,17 @@ def rehearsed() -> Iterator[str]:
         yield _row(f"`{name}`", (text.format(**figures) for text in REHEARSED.values()))
 
 
+def published() -> Iterator[str]:
+    """Seconds of published runs, and the planner's."""
+    yield "| run | phase | published [s] | planned [s] | planned / published |"
+    yield "|---|---|---|---|---|"
+    for found in stored()["plan_published.py"]["figures"]["phases"]:
+        ratio = f"{found['ratio']:.2f}"
+        is_close = 1 / 1.3 <= found["ratio"] <= 1.3
+        seconds = (f"{found[name]:.3g}" for name in ("published_s", "planned_s"))
+        yield _row(found["run"], (found["phase"], *seconds, ratio if is_close else f"**{ratio}**"))
+
+
 def _row(name: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join([name, *cells])} |"
 
@@ -343,6 +356,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     "curves": curves,
     "errors": errors,
     "group_size": group_size,
+    "published": published,
     "rehearsed": rehearsed,
     "times_sums": partial(times, "sums"),
     "times_word_problems": partial(times, "word_problems"),
