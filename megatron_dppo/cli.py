@@ -28,31 +28,31 @@ from megatron_dppo.settings import as_yaml, load_whole, nearest
 
 COMMANDS = {
     "Train": {
-        "quickstart": "Make, warm up and train a small policy, in minutes on two cores.",
-        "train": "Train a policy. If run.dir has a checkpoint, training resumes from it.",
-        "sft": "Fine-tune a policy on worked answers, before reinforcement learning.",
-        "launch": "Train as a NeMo-Run experiment, on this machine or on Slurm.",
-        "serve": "Run this node's rollout server, in a Slurm job beside the trainer.",
+        "quickstart": "Start here: make, warm up and train a small policy, in minutes on two cores.",
+        "train": "Train a policy by reinforcement learning, or resume from the checkpoint in run.dir.",
+        "sft": "Fine-tune a policy on worked answers first, if few of its own answers earn a reward.",
+        "launch": "Start a run with NeMo-Run: on Slurm without a job script, or on this machine.",
+        "serve": "Run this node's rollout server, in a Slurm job with nodes for servers.",
     },
     "Evaluate": {
-        "eval": "Score a policy on benchmarks. If --out has answers, evaluation resumes from them.",
-        "report": "Write an HTML page about a run, or a comparison of several.",
+        "eval": "Score a policy on benchmarks, or compare two. Evaluation resumes from answers in --out.",
+        "report": "Write an HTML page about a run, during training or later, or a comparison of several.",
     },
     "Plan": {
-        "configs": "List the example configurations and Slurm scripts, or copy them.",
-        "plan": "Estimate memory, time and cost of a run.",
-        "doctor": "Print the installed packages and the hardware that runs will use.",
-        "probe-batch": "Estimate whether a smaller batch would do, and how much to prune.",
+        "configs": "List or copy the example configurations and Slurm scripts, to begin a run of your own.",
+        "plan": "Estimate memory, time and cost of a run, before it takes GPUs.",
+        "doctor": "Print the packages and the hardware, after an installation or for a bug report.",
+        "probe-batch": "Estimate whether a smaller batch would do, and how much to prune, before a long run.",
     },
     "Models": {
-        "init": "Create a small policy with random weights, and its tokenizer.",
-        "export": "Write a run's policy as a Hugging Face directory, with a model card.",
-        "convert to-hf": "Write a Megatron checkpoint (torch_dist) as a Hugging Face directory.",
-        "convert from-hf": "Write a Hugging Face model as a Megatron checkpoint, which every layout loads.",
-        "compress": "Make a smaller policy from a larger one.",
+        "init": "Create a small policy with random weights, and its tokenizer, for a first experiment.",
+        "export": "Write a run's policy as a Hugging Face directory, to serve or publish it.",
+        "convert to-hf": "Write a Megatron checkpoint (torch_dist) as a Hugging Face model, for other libraries.",
+        "convert from-hf": "Write a Hugging Face model as a Megatron checkpoint, for trainers that load no other.",
+        "compress": "Make a smaller policy from a larger one, if rollouts or serving cost too much.",
     },
 }
-"""All commands with their descriptions, as ``--help`` groups them."""
+"""All commands, each with a sentence for its use, as ``--help`` groups them."""
 EXAMPLE = """\
 Example:
   megatron-dppo train configs/quickstart.yaml run.dir=runs/second optimizer.lr=1e-4

@@ -77,6 +77,7 @@ def test_every_command_is_listed_and_stands_in_a_table(capsys: pytest.CaptureFix
     shown = re.findall(r"^  ([a-z-]+(?: [a-z-]+)?)  +[A-Z].*\.$", alone, re.MULTILINE)
     assert shown == [command for commands in COMMANDS.values() for command in commands]
     assert {*shown} == {*RUNS, "serve"}
+    assert len(shown) <= 16, "a reader finds a command at a glance"
 
 
 def test_a_warm_up_prints_twenty_rows(root: Path, tmp_path: Path) -> None:
