@@ -7,21 +7,20 @@ As in the other conversions weights go from file to file. No process group and n
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
-from megatron_dppo.bridge.chunks import Chunk, read_rows
-from megatron_dppo.bridge.convert import check_files, in_threads, stored_chunks, write_tensors
+from megatron_dppo.bridge.chunks import read_rows
+from megatron_dppo.bridge.convert import check_files, in_threads, write_tensors
 from megatron_dppo.bridge.convert_commands import (
     check_out,
     checkpoint_and_directory,
     chosen_dtype,
     in_place,
     megatron_to_hf,
-    naming,
     parse_megatron_to_hf,
     stored_policy,
 )
@@ -38,7 +37,7 @@ from megatron_dppo.bridge.hf_directory import (
     write_adapter_config,
 )
 from megatron_dppo.bridge.mapping import Entry, adapters_of_tensor, entries, parameters
-from megatron_dppo.bridge.safetensors_files import check_weights
+from megatron_dppo.bridge.safetensors_files import Chunk, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.config import DTYPES, LoraConfig, ModelConfig
 from megatron_dppo.errors import UserError
@@ -157,8 +156,8 @@ def _refused(repo: str, error: Exception, otherwise: str) -> UserError:
     return UserError("--push", repo, problem, remedy)
 
 
-Base = Callable[[Entry], Mapping[str, Sequence[Chunk]]]
-"""The Hugging Face tensors of a parameter of the policy without adapters, by name."""
+Base = Callable[[str], Sequence[Chunk]]
+"""Chunks of a Hugging Face tensor of the policy without adapters, by name."""
 
 
 def adapters_to_hf(chosen: argparse.Namespace, lora: LoraConfig, *, base: str, also: Sequence[str] = ()) -> None:
@@ -215,12 +214,11 @@ def merged_to_hf(
     check_out(chosen, plan.total_bytes, [checkpoint, hf, base], "config.json", "model directory", (*MODEL_FILES, *also))
     check_files(adapters, chosen.workers)
     tensors = _base_tensors(base, shape, chosen.workers, is_checkpoint=base_is_checkpoint)
-    of_name = {name: entry for entry in adapters.parameters for name in entry.tensors}
 
     def adapter(name: str) -> torch.Tensor | None:
-        if (entry := of_name.get(name)) is None:
+        if (entry := adapters.entries.get(name)) is None:
             return None
-        return _read(entry.tensors[name], adapters.tensors(entry)[name], torch.float32)
+        return _read(entry.tensors[name], adapters.chunks(name), torch.float32)
 
     with (
         in_place(chosen.out) as draft,
@@ -230,9 +228,8 @@ def merged_to_hf(
         copy_config_and_tokenizer(hf, draft, plan.dtype)
 
         def merge(entry: Entry) -> None:
-            chunks = tensors(entry)
             for name, size in entry.tensors.items():
-                weight = _read(size, chunks[name], dtype_in(dtype, entry))
+                weight = _read(size, tensors(name), dtype_in(dtype, entry))
                 a, b = map(adapter, adapters_of_tensor(name))
                 if a is not None and b is not None:
                     weight = torch.addmm(weight.float(), b, a, alpha=lora.alpha / lora.rank).to(dtype)
@@ -247,10 +244,9 @@ def _base_tensors(folder: Path, shape: PolicyShape, workers: int, *, is_checkpoi
     if is_checkpoint:
         policy = StoredPolicy(find_checkpoint(folder, "model.checkpoint"), shape, "model.checkpoint")
         check_files(policy, workers)
-        return policy.tensors
-    with naming("model.path"):
-        stored = stored_chunks(check_weights(folder, shape))
-    return lambda entry: {name: [stored[name]] for name in entry.tensors}
+        return policy.chunks
+    stored = check_weights(folder, shape)
+    return lambda name: [stored[name]]
 
 
 def _read(shape: tuple[int, ...], chunks: Sequence[Chunk], dtype: torch.dtype) -> torch.Tensor:

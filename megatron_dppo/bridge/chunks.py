@@ -10,44 +10,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from megatron_dppo.bridge.mapping import Entry, Slice
+from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.errors import UserError
 
 BUFFER_BYTES = 1 << 18
 """As much as ``cp`` reads at a time: with 4 MiB a conversion took five times the processor time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A rectangle of a matrix, stored row by row from one byte of a file on.
-
-    A gate projection [40, 24] in bf16 that begins at byte 3,072: ``Chunk(file, 3072, torch.bfloat16, 40, 24)``. The up
-    projection lies below it in ``linear_fc1``, at byte 4,992 of the file, say:
-    ``Chunk(file, 4992, torch.bfloat16, 40, 24, row=40)``.
-    """
-
-    file: Path
-    start: int
-    """Its first byte there."""
-    dtype: torch.dtype
-    rows: int
-    columns: int
-    row: int = 0
-    """Its first row in the matrix."""
-    column: int = 0
-
-    def cut(self, first: int, rows: int, row: int) -> Chunk:
-        """``rows`` rows of it from its own row ``first`` on, to lie from row ``row`` of a matrix on."""
-        skipped = first * self.columns * self.dtype.itemsize
-        return replace(self, start=self.start + skipped, rows=rows, row=row)
+TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of weights, by their names in safetensors files."""
+TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 def parameter_chunks(entry: Entry, tensors: Mapping[str, Chunk]) -> list[Chunk]:
@@ -107,7 +86,7 @@ def read_rows(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype)
     buffer = torch.empty(height, columns, dtype=dtype)
     data = memoryview(_bytes(buffer))
     chunks = list(chunks)
-    padded = sum(chunk.rows * chunk.columns for chunk in chunks) < rows * columns
+    padded = sum(prod(chunk.shape) for chunk in chunks) < rows * columns
     with ExitStack() as stack:
         files = {chunk.file: stack.enter_context(chunk.file.open("rb", buffering=0)) for chunk in chunks}
         for top in range(0, rows, height):
@@ -120,10 +99,10 @@ def read_rows(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype)
                     continue
                 wanted = chunk.cut(low - chunk.row, high - low, low - top)
                 descriptor = files[chunk.file].fileno()
-                if chunk.columns == columns and chunk.dtype == dtype:
+                if chunk.columns == columns and chunk.dtype == TYPE_NAMES[dtype]:
                     _read(descriptor, wanted, data[(low - top) * row_bytes : (high - top) * row_bytes])
                     continue
-                stored = torch.empty(wanted.rows, wanted.columns, dtype=wanted.dtype)
+                stored = torch.empty(wanted.rows, wanted.columns, dtype=TYPES[wanted.dtype])
                 _read(descriptor, wanted, memoryview(_bytes(stored)))
                 buffer[low - top : high - top, chunk.column : chunk.column + chunk.columns] = stored
             yield data[: (bottom - top) * row_bytes]

@@ -19,16 +19,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, RELEASE, TRACKER, FileChecksum
-from megatron_dppo.bridge.chunks import Chunk, parameter_chunks, read_rows, rows_of
+from megatron_dppo.bridge.chunks import parameter_chunks, read_rows, rows_of
 from megatron_dppo.bridge.hf_directory import (
-    SAFETENSORS,
     FilePlan,
     SafetensorsWriter,
     copy_config_and_tokenizer,
     dtype_in,
 )
-from megatron_dppo.bridge.mapping import Entry, Stored, parameters
-from megatron_dppo.bridge.safetensors_files import StoredTensor, check_weights
+from megatron_dppo.bridge.mapping import Stored, parameters
+from megatron_dppo.bridge.safetensors_files import Chunk, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import CheckpointPlan, write_metadata, write_parameter
 from megatron_dppo.config import LayoutConfig, ModelConfig
@@ -97,12 +96,11 @@ def write_tensors(policy: StoredPolicy, plan: FilePlan, out: Path, *, workers: i
     check_files(policy, workers)
     with SafetensorsWriter.open(plan, out) as writer:
 
-        def convert(entry: Entry) -> None:
-            for name, chunks in policy.tensors(entry).items():
-                writer.write_bytes(name, read_rows(plan.tensors[name], chunks, plan.dtype_of(name)))
-                advance(plan.bytes_of(name))
+        def convert(name: str) -> None:
+            writer.write_bytes(name, read_rows(plan.tensors[name], policy.chunks(name), plan.dtype_of(name)))
+            advance(plan.bytes_of(name))
 
-        in_threads(convert, policy.parameters, workers)
+        in_threads(convert, policy.entries, workers)
 
 
 def check_files(policy: StoredPolicy, workers: int) -> None:
@@ -112,15 +110,6 @@ def check_files(policy: StoredPolicy, workers: int) -> None:
         UserError: naming a file that is damaged.
     """
     in_threads(lambda share: policy.check(share=share, of=workers), range(workers), workers)
-
-
-def stored_chunks(stored: Mapping[str, StoredTensor]) -> dict[str, Chunk]:
-    """Every tensor as the rectangle of its file that it is."""
-    dtypes = {name: dtype for dtype, name in SAFETENSORS.items()}
-    return {
-        name: Chunk(tensor.file, tensor.start, dtypes[tensor.dtype], tensor.shape[0], prod(tensor.shape[1:]))
-        for name, tensor in stored.items()
-    }
 
 
 def in_threads(work: Callable[[T], None], items: Iterable[T], workers: int) -> None:
@@ -151,19 +140,18 @@ def compare_tensors(
     Raises:
         UserError: if the Hugging Face directory is not complete, or a tensor differs.
     """
-    tensors = stored_chunks(check_weights(hf, shape))
+    tensors = check_weights(hf, shape)
     digests: dict[str, bytes] = {}
 
-    def compare(entry: Entry) -> None:
-        sizes = entry.tensors
-        dtype = dtype_in(written, entry)
-        for name, chunks in policy.tensors(entry).items():
-            digests[name] = _digest(read_rows(sizes[name], chunks, dtype))
-            if digests[name] != _digest(read_rows(sizes[name], [tensors[name]], dtype)):
-                raise UserError("--verify", name, "differs between the two forms", "Convert again, and report it")
-            advance(prod(sizes[name]) * written.itemsize)
+    def compare(name: str) -> None:
+        entry = policy.entries[name]
+        size, dtype = entry.tensors[name], dtype_in(written, entry)
+        digests[name] = _digest(read_rows(size, policy.chunks(name), dtype))
+        if digests[name] != _digest(read_rows(size, [tensors[name]], dtype)):
+            raise UserError("--verify", name, "differs between the two forms", "Convert again, and report it")
+        advance(prod(size) * written.itemsize)
 
-    in_threads(compare, policy.parameters, workers)
+    in_threads(compare, policy.entries, workers)
     return hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(digests))).hexdigest()
 
 

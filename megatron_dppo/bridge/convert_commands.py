@@ -23,18 +23,17 @@ from megatron_dppo.bridge.checkpoint_folder import (
     refusing_damage,
     warn_unchecked,
 )
-from megatron_dppo.bridge.chunks import BUFFER_BYTES
+from megatron_dppo.bridge.chunks import BUFFER_BYTES, TYPES
 from megatron_dppo.bridge.convert import (
     compare_logits,
     compare_tensors,
     in_threads,
     logits_dtype,
-    stored_chunks,
     write_hf,
     write_megatron,
 )
 from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL_FILES, plan_files
-from megatron_dppo.bridge.mapping import exact_tensors, expected_tensors, parameters
+from megatron_dppo.bridge.mapping import exact_tensors, parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
 from megatron_dppo.bridge.torch_dist import plan_checkpoint
@@ -82,10 +81,9 @@ def hf_to_megatron(chosen: argparse.Namespace) -> None:
     chosen.source = policy_folder(str(chosen.source), "HF")
     with naming("HF"):
         shape = read_shape(chosen.source)
-        stored = check_weights(chosen.source, shape)
-    tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
+        tensors = check_weights(chosen.source, shape)
     exact = exact_tensors(shape)
-    widest = reduce(torch.promote_types, {tensor.dtype for name, tensor in tensors.items() if name not in exact})
+    widest = reduce(torch.promote_types, {TYPES[tensor.dtype] for name, tensor in tensors.items() if name not in exact})
     plan = plan_checkpoint(shape, chosen_dtype(chosen, widest))
     files = (RELEASE, HF_FOLDER, TRACKER)
     check_out(chosen, sum(plan.files.values()), [chosen.source], f"{RELEASE}/{FORMAT}", "converted checkpoint", files)

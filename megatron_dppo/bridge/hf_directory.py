@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.bridge.chunks import write_at
+from megatron_dppo.bridge.chunks import TYPE_NAMES, write_at
 from megatron_dppo.bridge.mapping import Entry, adapter_entries, exact_tensors, file_tensors, fused_shape
 from megatron_dppo.bridge.safetensors_files import (
     CARRIED,
     INDEX,
     SINGLE,
-    StoredTensor,
+    Chunk,
     carried_tensors,
     read_header,
 )
@@ -34,8 +34,6 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import replace_text
 
-SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Types of weights, by their names in safetensors files."""
 MAX_SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in a safetensors file, as the hub's own files have it."""
 
@@ -81,12 +79,12 @@ class FilePlan:
         for name in self.files[file]:
             stored, size = self.fused.get(name, (name, self.tensors[name]))
             before = entries[stored][2] if stored in entries else 0
-            entries[stored] = (SAFETENSORS[self.dtype_of(name)], size, before + self.bytes_of(name))
+            entries[stored] = (TYPE_NAMES[self.dtype_of(name)], size, before + self.bytes_of(name))
             starts[name] = stored, before
         head, in_file = _header(entries)
         return head, {name: in_file[stored] + before for name, (stored, before) in starts.items()}
 
-    def index(self, carried: Mapping[str, StoredTensor]) -> str:
+    def index(self, carried: Mapping[str, Chunk]) -> str:
         stored = {name: each for name, (each, _) in self.fused.items()}
         files = {stored.get(name, name): file for file, names in self.files.items() for name in names}
         files |= dict.fromkeys(carried, CARRIED)

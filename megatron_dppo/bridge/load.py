@@ -29,7 +29,14 @@ from megatron_dppo.bridge.checkpoint_folder import (
     refusing_damage,
     warn_unchecked,
 )
-from megatron_dppo.bridge.mapping import Entry, Slice, adapter_entries, adapters_of_tensor, entries
+from megatron_dppo.bridge.mapping import (
+    Entry,
+    Slice,
+    adapter_entries,
+    adapters_of_tensor,
+    describe_mismatch,
+    entries,
+)
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy, find_foreign_pickle, plain_values_only, read_metadata
 from megatron_dppo.bridge.torch_dist import COMMON, WRITTEN_BY
@@ -60,7 +67,7 @@ def bind(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tenso
             says. A fault of the program, not of the user: the model was not built for this shape and layout.
     """
     parameters = {name: p for name, p in _counted_over_all(chunks, world) if f".{NAME}." not in name}
-    bound = _bind(entries(chunks[0].shape, _layers(chunks, world)), parameters, world)
+    bound = _bind(chunks, entries(chunks[0].shape, _layers(chunks, world)), parameters, world)
     return {entry: parameter.detach() for entry, parameter in bound.items()}
 
 
@@ -69,7 +76,7 @@ def bind_adapters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, to
     lora = chunks[0].lora
     parameters = {name: p for name, p in _counted_over_all(chunks, world) if f".{NAME}." in name}
     wanted = adapter_entries(chunks[0].shape, lora, _layers(chunks, world))
-    return _bind(wanted, parameters, world) if lora.rank else {}
+    return _bind(chunks, wanted, parameters, world) if lora.rank else {}
 
 
 def _layers(chunks: Sequence[PolicyModel], world: World) -> list[range]:
@@ -77,23 +84,18 @@ def _layers(chunks: Sequence[PolicyModel], world: World) -> list[range]:
 
 
 def _bind(
-    wanted: Iterable[Entry], parameters: dict[str, torch.nn.Parameter], world: World
+    chunks: Sequence[PolicyModel],
+    wanted: Iterable[Entry],
+    parameters: Mapping[str, torch.nn.Parameter],
+    world: World,
 ) -> dict[Entry, torch.nn.Parameter]:
-    bound: dict[Entry, torch.nn.Parameter] = {}
-    for entry in wanted:
-        if entry.expert is not None and entry.expert_rank(world.layout.ep) != world.ep_rank:
-            continue
-        names = [name for name in entry.megatron if name in parameters]
-        if len(names) != 1:
-            raise ValueError(f"{len(names)} parameters of the model are {' or '.join(entry.megatron)}, not one")
-        parameter = parameters.pop(names[0])
-        if parameter.shape != (shard := entry.shard_shape(entry.parts(world.layout))):
-            expected = list(shard)
-            raise ValueError(f"{names[0]} has shape {list(parameter.shape)}, and the mapping makes it {expected}")
-        bound[entry] = parameter
-    if parameters:
-        raise ValueError(f"no entry of the mapping matches {', '.join(parameters)}")
-    return bound
+    held = [entry for entry in wanted if entry.expert is None or entry.expert_rank(world.layout.ep) == world.ep_rank]
+    names = {next((name for name in entry.megatron if name in parameters), entry.key): entry for entry in held}
+    expected = {name: entry.shard_shape(entry.parts(world.layout)) for name, entry in names.items()}
+    found = {name: (*parameter.shape,) for name, parameter in parameters.items()}
+    if problem := describe_mismatch(chunks[0].shape, expected, found):
+        raise ValueError(f"the mapping is not of this model: {problem}")
+    return {entry: parameters[name] for name, entry in names.items()}
 
 
 def _counted_over_all(chunks: Sequence[PolicyModel], world: World) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -7,7 +7,8 @@ back, and a directory's shapes are checked against the same rows. No torch is ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -316,6 +317,46 @@ def redundant_tensors(shape: PolicyShape) -> dict[str, tuple[int, ...]]:
 def parameters(shape: PolicyShape, lora: LoraConfig | None = None) -> int:
     """Weights of the policy, without padding; tied embeddings count once. With ``lora``, of its adapters instead."""
     return sum(entry.elements for entry in (adapter_entries(shape, lora) if lora else entries(shape)))
+
+
+def describe_mismatch(
+    policy: PolicyShape,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]] | None = None,
+) -> str:
+    """Name tensors that are missing, unexpected or of another shape, the first of each kind; empty: there are none.
+
+    Args:
+        policy: config.json's.
+        expected: shapes by name.
+        found: shapes by name.
+        optional: shapes of tensors that may be missing.
+    """
+    possible = {**expected, **(optional or {})}
+    missing = [name for name in expected if name not in found]
+    unexpected = [name for name in found if name not in possible]
+    misshapen = [name for name in found if found[name] != possible.get(name, found[name])]
+    problems = []
+    if missing:
+        problems.append(f"{_some(missing)} missing{nearest_name(missing[0], unexpected)}")
+    if unexpected:
+        kind = f"{policy.architecture} of {policy.num_layers} layers"
+        problems.append(f"{_some(unexpected)} no part of a {kind}{nearest_name(unexpected[0], expected)}")
+    for name in misshapen[:1]:
+        problems.append(f"{name} has shape {[*found[name]]}, but config.json makes it {[*possible[name]]}")
+    return "; ".join(problems)
+
+
+def _some(names: Sequence[str]) -> str:
+    """One tensor by name, many by the first name and their number."""
+    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors are"
+
+
+def nearest_name(name: str, candidates: Collection[str]) -> str:
+    """Return the candidate most like ``name``, as the end of a sentence."""
+    near = difflib.get_close_matches(name, candidates, n=1)
+    return f" (nearest name: {near[0]})" if near else ""
 
 
 def _tensor_shape(shape: PolicyShape, name: str, rank: int) -> tuple[int, ...]:

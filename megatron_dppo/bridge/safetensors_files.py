@@ -1,29 +1,30 @@
 """The weights of a Hugging Face directory as they are read: where each tensor lies, and whether all are there.
 
 Only headers are read, without torch, so that a bad directory is refused before any rank starts.
-The format: eight bytes, the little-endian length of a JSON header; the header, with dtype, shape and ``data_offsets``
-of every tensor; the data, to the last byte of the file.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.bridge.mapping import (
     EMBEDDING,
     Entry,
+    describe_mismatch,
     expected_tensors,
     file_tensors,
     fused_shape,
+    nearest_name,
     redundant_tensors,
 )
 from megatron_dppo.errors import UserError
@@ -35,33 +36,58 @@ CARRIED = "model-carried.safetensors"
 """Tensors that are no part of the policy, as they came."""
 NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """The types of weights that can be read, by NumPy's names; for BF16, which it lacks, that of the same size."""
-LONGEST_HEADER = 100_000_000
-"""The format's own limit, in bytes. A Git LFS pointer, read as a header's length, is far beyond it."""
+ROWS = 1024
+"""Rows of a tensor that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies."""
+class Chunk:
+    """A tensor, or a rectangle of a matrix, stored row by row from one byte of a file on.
+
+    A gate projection [40, 24] in bf16 that begins at byte 3,072: ``Chunk(file, 3072, "BF16", (40, 24))``. The up
+    projection lies below it in ``linear_fc1``, at byte 4,992 of the file, say:
+    ``Chunk(file, 4992, "BF16", (40, 24), row=40)``.
+    """
 
     file: Path
+    start: int
+    """Its first byte there."""
     dtype: str
     """As safetensors spells it: F32, BF16, …"""
     shape: tuple[int, ...]
-    start: int
-    """Its first byte in the file."""
-    length: int
-    """Number of bytes, from the header, because a carried tensor may have any type."""
+    row: int = 0
+    """Its first row in the matrix."""
+    column: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return prod(self.shape[1:])
+
+    @property
+    def length(self) -> int:
+        """Bytes, of any type: what follows a tensor may be carried."""
+        bits = re.search(r"\d+", self.dtype)
+        return prod(self.shape) * int(bits[0] if bits else 8) // 8
+
+    def cut(self, first: int, rows: int, row: int) -> Chunk:
+        """``rows`` rows of it from its own row ``first`` on, to lie from row ``row`` of a matrix on."""
+        skipped = replace(self, shape=(first, *self.shape[1:])).length
+        return replace(self, start=self.start + skipped, shape=(rows, *self.shape[1:]), row=row)
 
     def values(self) -> NDArray[Any]:
         """The file's own bytes, not read yet; BF16 as integers."""
         return np.memmap(self.file, NUMPY[self.dtype], "r", self.start, self.shape)
 
 
-def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+def stored_tensors(path: Path) -> dict[str, Chunk]:
     """Every tensor of the directory's weights, by name, from an index or a single file.
 
     Raises:
-        UserError: if files are missing or truncated, or the index names a tensor that its file does not have.
+        UserError: if files are missing or damaged, or the index names a tensor that its file does not have.
     """
     index = path / INDEX
     if not index.is_file():
@@ -72,7 +98,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
             raise _unreadable(path, f"holds neither {SINGLE} nor {INDEX}", remedy)
         return read_header(path / SINGLE)
     files = _weight_map(index)
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, Chunk] = {}
     for name in sorted(set(files.values())):
         if not (path / name).is_file():
             lost = sum(file == name for file in files.values())
@@ -85,54 +111,27 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, Chunk]:
     """The tensors of one safetensors file.
 
     Raises:
         UserError: if the file is truncated or is no safetensors file.
     """
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > LONGEST_HEADER:
-            remedy = "fetch it again (through Git LFS, if it is a pointer)"
-            raise _unreadable(file.parent, f"{file.name} is no safetensors file", remedy)
-        data = 8 + length
-        if size < data:
-            raise _truncated(file, size, data)
-        try:
-            header: dict[str, Any] = json.loads(opened.read(length))
-            header.pop("__metadata__", None)
-            tensors: dict[str, StoredTensor] = {}
-            for name, entry in header.items():
-                _check_entry(name, entry)
-                first, last = entry["data_offsets"]
-                tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data + first, last - first)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise _unreadable(file.parent, f"{file.name} is no safetensors file ({error})", "fetch it again") from None
-    end = max((tensor.start + tensor.length for tensor in tensors.values()), default=data)
-    if size < end:
-        raise _truncated(file, size, end)
-    return tensors
+    try:
+        with safe_open(file, "numpy"), file.open("rb") as opened:  # the library checks sizes and offsets
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length))
+    except (SafetensorError, OSError) as error:
+        problem = f"{file.name} is no whole safetensors file ({error})"
+        raise _unreadable(file.parent, problem, "fetch it again (through Git LFS, if it is a pointer)") from None
+    header.pop("__metadata__", None)
+    return {
+        name: Chunk(file, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+        for name, entry in header.items()
+    }
 
 
-def _check_entry(name: str, entry: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: the entry of a tensor in a header contradicts itself.
-        TypeError, KeyError: it is no such entry.
-    """
-    (start, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
-    if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
-        raise ValueError(f"{name} has sizes that are no counts")
-    if not isinstance(dtype, str):
-        raise TypeError(f"the type of {name} is no string")
-    kind = NUMPY.get(dtype)
-    if end < start or (kind is not None and end - start != np.dtype(kind).itemsize * math.prod(shape)):
-        raise ValueError(f"{name} of shape {shape} and type {dtype} cannot lie in bytes {start:,} to {end:,}")
-
-
-def check_finite(tensors: Mapping[str, StoredTensor], path: Path, *, most_bytes: int) -> None:
+def check_finite(tensors: Mapping[str, Chunk], path: Path, *, most_bytes: int) -> None:
     """Look for infinities and NaN, unless all tensors together have more than ``most_bytes``.
 
     Raises:
@@ -141,72 +140,55 @@ def check_finite(tensors: Mapping[str, StoredTensor], path: Path, *, most_bytes:
     if sum(tensor.length for tensor in tensors.values()) > most_bytes:
         return
     for name, tensor in tensors.items():
-        if not tensor.length:
-            continue
-        values = tensor.values()
-        finite = (values & 0x7F80) != 0x7F80 if tensor.dtype == "BF16" else np.isfinite(values)
-        if not finite.all():
+        if not all(np.isfinite(numbers).all() for numbers in _numbers(tensor)):
             raise _unreadable(path, f"{name} holds values that are not finite", "fetch the model again")
 
 
-def check_weights(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
-    """Where the weights of ``shape`` lie; a directory that does not have them is refused, before anything is started.
+def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
+    """Where the tensors of a policy lie; a directory that does not have them is refused, before anything is started.
 
     Raises:
         UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape or type; and for an
             output layer of its own in a policy that has none.
     """
-    found = _split(path, stored_tensors(path), shape)
-    expected = expected_tensors(shape)
-    allowed = expected | redundant_tensors(shape)
-    missing = [name for name in expected if name not in found]
-    found = {name: tensor for name, tensor in found.items() if not name.startswith(shape.family.carried)}
-    unexpected = [name for name in found if name not in allowed]
-    if missing:
-        problem = f"{_some(missing)} missing{nearest_name(missing[0], unexpected)}"
-        remedy = "take a directory that holds the whole model, in Hugging Face's form, and its own config.json"
+    stored = stored_tensors(path)
+    found = {name: tensor for name, tensor in stored.items() if not name.startswith(shape.family.carried)}
+    expected, copies = expected_tensors(shape), redundant_tensors(shape)
+    fused: dict[str, Mapping[str, tuple[int, ...]]] = {}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, parts in file_tensors(shape).items():
+        if name in found and name not in parts:
+            fused[name], wanted[name] = parts, fused_shape(parts, shape)
+        else:
+            wanted |= parts
+    if problem := describe_mismatch(shape, wanted, {name: tensor.shape for name, tensor in found.items()}, copies):
+        remedy = "take a whole model in Hugging Face's form (no adapter, no quantization) and its own config.json"
         raise _unreadable(path, problem, remedy)
-    if unexpected:
-        policy = f"{shape.architecture} of {shape.num_layers} layers{nearest_name(unexpected[0], expected)}"
-        remedy = "take a plain model's weights (no adapter, no quantization) and the config.json that belongs to them"
-        raise _unreadable(path, f"{_some(unexpected)} no part of a {policy}", remedy)
     for name, tensor in found.items():
-        if tensor.shape != allowed[name]:
-            problem = f"{name} has shape {list(tensor.shape)}, but config.json makes it {list(allowed[name])}"
-            raise _unreadable(path, problem, "use the config.json that belongs to these weights")
         if tensor.dtype not in NUMPY:
             problem = f"{name} is stored as {tensor.dtype}, which is none of {', '.join(NUMPY)}"
             raise _unreadable(path, problem, "take weights that are not quantized")
-    for name in redundant_tensors(shape):
+    for name, parts in fused.items():
+        found |= split_chunk(found[name], parts)
+    for name in copies:
         (embedding,) = Entry(EMBEDDING, shape).tensors
         if name in found and not _are_equal(found[name], found[embedding]):
             problem = f"{name} differs from {embedding}, and config.json makes them one (tie_word_embeddings = true)"
             remedy = f"set tie_word_embeddings to false in its config.json, or take {name} out of its files"
             raise _unreadable(path, problem, remedy)
+    return {name: found[name] for name in expected}
+
+
+def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str, Chunk]:
+    """Tensors that lie one after another in a tensor of a file."""
+    found, start = {}, whole.start
+    for name, size in parts.items():
+        found[name] = replace(whole, start=start, shape=size)
+        start += found[name].length
     return found
 
 
-def _split(path: Path, stored: dict[str, StoredTensor], shape: PolicyShape) -> dict[str, StoredTensor]:
-    """The tensors of a policy that are parts of tensors of its files, in the place of these.
-
-    Raises:
-        UserError: if such a tensor has not the shape that its parts make.
-    """
-    for name, parts in file_tensors(shape).items():
-        if name in parts or (fused := stored.pop(name, None)) is None:
-            continue
-        if fused.shape != (whole := fused_shape(parts, shape)):
-            problem = f"{name} has shape {list(fused.shape)}, but config.json makes it {list(whole)}"
-            raise _unreadable(path, problem, "use the config.json that belongs to these weights")
-        start, width = fused.start, np.dtype(NUMPY.get(fused.dtype, "u1")).itemsize
-        for part, size in parts.items():
-            length = math.prod(size) * width
-            stored[part] = replace(fused, shape=size, start=start, length=length)
-            start += length
-    return stored
-
-
-def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
+def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
     """Tensors of a directory that are no part of the policy, and stay beside it: a vision tower, heads for further
     tokens. The directory may have no weights but these.
 
@@ -224,21 +206,18 @@ def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, StoredTensor]:
     return carried
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _are_equal(one: Chunk, other: Chunk) -> bool:
     """Whether two tensors of one shape hold the same numbers, be it in different types."""
     pieces = zip(_numbers(one), _numbers(other), strict=True)
     return all(np.array_equal(first, second) for first, second in pieces)
 
 
-def _numbers(tensor: StoredTensor) -> Iterator[NDArray[Any]]:
-    """Some millions at a time."""
-    kind, left = np.dtype(NUMPY[tensor.dtype]), math.prod(tensor.shape)
-    with tensor.file.open("rb") as opened:
-        opened.seek(tensor.start)
-        while left > 0:
-            numbers = np.frombuffer(opened.read(min(left, 2**22) * kind.itemsize), kind)
-            left -= len(numbers)
-            yield (numbers.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else numbers
+def _numbers(tensor: Chunk) -> Iterator[NDArray[Any]]:
+    """The values of some rows at a time."""
+    values = tensor.values()
+    for row in range(0, tensor.rows, ROWS):
+        numbers = values[row : row + ROWS]
+        yield (numbers.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else numbers
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
@@ -253,21 +232,5 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     return files
 
 
-def _truncated(file: Path, size: int, expected: int) -> UserError:
-    problem = f"{file.name} is truncated: {size:,} bytes of at least {expected:,}"
-    return _unreadable(file.parent, problem, "fetch the file again")
-
-
 def _unreadable(path: Path, problem: str, remedy: str) -> UserError:
     return UserError("model.path", path, problem, remedy)
-
-
-def _some(names: list[str]) -> str:
-    """One tensor by name, many by the first name and their number."""
-    return f"{names[0]} is" if len(names) == 1 else f"{names[0]} and {len(names) - 1} more tensors are"
-
-
-def nearest_name(name: str, candidates: Iterable[str]) -> str:
-    """The candidate most like ``name``, as the end of a sentence."""
-    near = difflib.get_close_matches(name, list(candidates), n=1)
-    return f" (nearest name: {near[0]})" if near else ""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from itertools import chain
 from math import prod
 from pathlib import Path
 from pickletools import genops
@@ -34,9 +33,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_dppo.bridge.checkpoint_folder import METADATA, Checksums, DamagedError, damaged, refusing_damage
-from megatron_dppo.bridge.chunks import Chunk, tensor_chunks
-from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Entry, Stored, adapter_entries, entries
-from megatron_dppo.bridge.safetensors_files import nearest_name
+from megatron_dppo.bridge.chunks import TYPE_NAMES, tensor_chunks
+from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Stored, adapter_entries, describe_mismatch, entries
+from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.bridge.torch_dist import data_offset, file_sizes, locate_data, open_archive
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError
@@ -136,9 +135,6 @@ def find_foreign_pickle(folder: Path) -> str | None:
     return None
 
 
-Blocks = Sequence[tuple[Stored, ChunkStorageMetadata]]
-
-
 class StoredPolicy:
     """The weights of a checkpoint, whatever layout wrote it. Checked when built; nothing else of it is read.
 
@@ -169,15 +165,18 @@ class StoredPolicy:
             self._check_files()
         stored = metadata.state_dict_metadata
         self._tensors = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
-        wanted = adapter_entries(shape, lora) if lora else entries(shape)
-        self.parameters: Mapping[Entry, Blocks] = self._find(list(wanted), shape)
+        self._blocks: dict[Stored, list[ChunkStorageMetadata]] = {}
+        wanted = list(adapter_entries(shape, lora) if lora else entries(shape))
+        self._blocks: dict[Stored, list[ChunkStorageMetadata]] = {}
+        self._find_blocks([part for entry in wanted for part in entry.stored], shape)
+        self.entries = {name: entry for entry in wanted for name in entry.tensors}
+        """The parameter that each Hugging Face tensor is a part of."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The type that holds every stored weight, but for those that are fp32 in every policy."""
-        kept = [entry.stored[0].key for entry in self.parameters if not entry.mapping.exact]
-        dtypes = {self._tensors[key].properties.dtype for key in kept}
-        return reduce(torch.promote_types, dtypes)
+        kept = {part.key for part in self._blocks if not part.entry.mapping.exact}
+        return reduce(torch.promote_types, (self._tensors[key].properties.dtype for key in kept))
 
     def check(self, *, share: int = 0, of: int = 1) -> None:
         """Compare the files that hold the weights with their checksums.
@@ -190,27 +189,27 @@ class StoredPolicy:
         """
         if self.checksums is None:
             return
-        blocks = chain.from_iterable(self.parameters.values())
-        files = {self._stored(part.key, block).relative_path for part, block in blocks}
+        places = (self._place(part, block) for part, blocks in self._blocks.items() for block in blocks)
+        files = {place.relative_path for place in places}
         with refusing_damage(self._folder, self._setting):
             self.checksums.check(sorted(files), share=share, of=of)
 
-    def tensors(self, entry: Entry) -> dict[str, list[Chunk]]:
-        """Chunks of a parameter's Hugging Face tensors, by name.
+    def chunks(self, name: str) -> list[Chunk]:
+        """Chunks of a Hugging Face tensor.
 
         Raises:
             UserError: if a file cannot be read there.
         """
-        key = entry.key
-        try:
-            chunks = [self._chunk(part, block) for part, block in self.parameters[entry]]
-        except Exception as error:  # whatever reading a damaged archive raises
-            raise self._unreadable(f"{key} cannot be read ({error})", "Fetch the checkpoint again") from error
-        return tensor_chunks(entry, chunks)
+        entry = self.entries[name]
+        with refusing_damage(self._folder, self._setting):
+            try:
+                found = [self._chunk(part, block) for part in entry.stored for block in self._blocks[part]]
+            except Exception as error:  # whatever reading a damaged archive raises
+                raise DamagedError(f"{entry.key} cannot be read ({error})") from error
+        return tensor_chunks(entry, found)[name]
 
-    def _stored(self, key: str, block: ChunkStorageMetadata) -> _StorageInfo:
-        """Where a block is stored."""
-        return self._storage[MetadataIndex(key, block.offsets)]
+    def _place(self, part: Stored, block: ChunkStorageMetadata) -> _StorageInfo:
+        return self._storage[MetadataIndex(part.key, block.offsets)]
 
     def _chunk(self, part: Stored, block: ChunkStorageMetadata) -> Chunk:
         """A block, whose leading dimensions are one, as a chunk of what comes after these.
@@ -218,15 +217,14 @@ class StoredPolicy:
         Raises:
             ValueError: if it is not stored as Megatron does, or not at all.
         """
-        stored, leading = self._stored(part.key, block), len(part.entry.leading)
-        file, dtype = self._folder / stored.relative_path, self._tensors[part.key].properties.dtype
-        start, size = locate_data(file, stored.offset, stored.length)
+        place, leading = self._place(part, block), len(part.entry.leading)
+        file, dtype = self._folder / place.relative_path, self._tensors[part.key].properties.dtype
+        start, size = locate_data(file, place.offset, place.length)
         # Megatron writes contiguous tensors only, so the record is the block.
         if size != prod(block.sizes) * dtype.itemsize:
             raise ValueError(f"{size} bytes in {file.name} do not fit the shape {list(block.sizes)}")
         row, column = (*block.offsets[leading:], 0)[:2]
-        rows, columns = block.sizes[leading], prod(block.sizes[leading + 1 :])
-        return Chunk(file, start, dtype, rows, columns, part.start + row, column)
+        return Chunk(file, start, TYPE_NAMES[dtype], (*block.sizes[leading:],), part.start + row, column)
 
     def _check_files(self) -> None:
         for name, size in file_sizes(self._storage.values()).items():
@@ -236,43 +234,27 @@ class StoredPolicy:
             if (found := file.stat().st_size) < size:
                 raise DamagedError(f"{name} is truncated: {found:,} bytes of at least {size:,}")
 
-    def _find(self, wanted: Sequence[Entry], shape: PolicyShape) -> dict[Entry, Blocks]:
-        if not wanted[0].mapping.lora_rank and any(".lora." in key for key in self._tensors):
+    def _find_blocks(self, parts: Sequence[Stored], shape: PolicyShape) -> None:
+        if not parts[0].entry.mapping.lora_rank and any(".lora." in key for key in self._tensors):
             problem = "holds the adapters of a run with model.lora, and not the policy that they belong to"
             remedy = "Give the run's export, RUN/hf, or what `megatron-dppo export RUN --merge` makes"
-            raise self._unreadable(problem, remedy)
-        keys = {part.key: len(entry.leading) for entry in wanted for part in entry.stored}
-        roots = {key.partition(".")[0] for key in (*keys, UNTIED_OUTPUT.key)}  # beside these are an optimizer's
-        unexpected = [key for key in self._tensors if key.partition(".")[0] in roots and key not in keys]
-        if missing := [key for key in keys if key not in self._tensors]:
-            raise self._other_policy(f"{missing[0]} is missing{nearest_name(missing[0], unexpected)}")
-        if unexpected:
-            near = nearest_name(unexpected[0], keys)
-            raise self._other_policy(f"{unexpected[0]} is no part of a {shape.architecture}{near}")
-        blocks: dict[tuple[str, tuple[int, ...]], list[ChunkStorageMetadata]] = {}
-        for key, leading in keys.items():
+            raise UserError(self._setting, self._folder, problem, remedy)
+        expected = {part.key: part.stored_shape for part in parts}
+        roots = {key.partition(".")[0] for key in (*expected, UNTIED_OUTPUT.key)}  # beside these are an optimizer's
+        found = {key: (*each.size,) for key, each in self._tensors.items() if key.partition(".")[0] in roots}
+        for key in {part.key for part in parts if part.entry.mapping.split is Split.VOCABULARY}:
+            if found.get(key, ())[:1] >= (shape.vocab_size,):
+                expected[key] = (found[key][0], *expected[key][1:])  # the padding depends on who wrote it
+        if problem := describe_mismatch(shape, expected, found):
+            remedy = "Give the config.json of the policy that it was written of"
+            raise UserError(self._setting, self._folder, problem, remedy)
+        leading = {part.key: len(part.entry.leading) for part in parts}
+        blocks = defaultdict(list)
+        for key, count in leading.items():
             for block in self._tensors[key].chunks:
-                blocks.setdefault((key, tuple(block.offsets[:leading])), []).append(block)
-        found: dict[Entry, Blocks] = {}
-        for entry in wanted:
-            of_parts = {part: blocks.get((part.key, entry.leading), []) for part in entry.stored}
-            for part, of_part in of_parts.items():
-                self._check_parameter(part, tuple(self._tensors[part.key].size), of_part)
-            found[entry] = [(part, block) for part, of_part in of_parts.items() for block in of_part]
-        return found
-
-    def _check_parameter(self, part: Stored, stored: tuple[int, ...], blocks: Sequence[ChunkStorageMetadata]) -> None:
-        entry, expected = part.entry, list(part.stored_shape)
-        if entry.mapping.split is Split.VOCABULARY and stored[:1] >= (entry.shape.vocab_size,):
-            expected[0] = stored[0]  # the padding depends on who wrote it
-        if stored != tuple(expected):
-            raise self._other_policy(f"{part.key} has shape {list(stored)}, but config.json makes it {expected}")
-        if sum(prod(block.sizes) for block in blocks) != prod(expected[len(entry.leading) :]):
-            layer = f" of layer {entry.layer}" if entry.leading else ""
-            raise self._unreadable(f"{part.key}{layer} is there in part only", "Fetch the checkpoint again")
-
-    def _other_policy(self, problem: str) -> UserError:
-        return self._unreadable(problem, "Give the config.json of the policy that it was written of")
-
-    def _unreadable(self, problem: str, remedy: str) -> UserError:
-        return UserError(self._setting, self._folder, problem, remedy)
+                blocks[key, (*block.offsets[:count],)].append(block)
+        for part in parts:
+            held = self._blocks[part] = blocks[part.key, part.entry.leading]
+            if sum(prod(block.sizes) for block in held) != prod(expected[part.key][leading[part.key] :]):
+                layer = f" of layer {part.entry.layer}" if part.entry.leading else ""
+                raise damaged(self._folder, self._setting, f"{part.key}{layer} is there in part only")

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype, stored_chunks
+from megatron_dppo.bridge.chunks import TYPES
+from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype
 from megatron_dppo.bridge.convert_commands import check_out, in_place, naming, positive
 from megatron_dppo.bridge.hf_directory import MODEL_FILES, plan_files
-from megatron_dppo.bridge.mapping import expected_tensors, parameters
+from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.compress.calibration import draw_sequences, make_batches, read_sequences
 from megatron_dppo.compress.cut import MULTIPLE, NO_CALIBRATION, PARTS, SCORES, Cut, Recipe
@@ -92,11 +93,10 @@ def compress(chosen: argparse.Namespace) -> int:
     source = policy_folder(str(chosen.source), "MODEL")
     with naming("MODEL"):
         shape = read_shape(source)
-        stored = check_weights(source, shape)
+        tensors = check_weights(source, shape)
     recipe = _make_recipe(chosen)
     recipe.check(shape)
-    tensors = stored_chunks({name: stored[name] for name in expected_tensors(shape)})
-    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    dtype = reduce(torch.promote_types, (TYPES[tensor.dtype] for tensor in tensors.values()))
     planned = recipe.plan_cut(shape)
     plan = plan_files(planned.shrink(shape), dtype)
     check_out(chosen, plan.total_bytes, [source], "config.json", "model directory", MODEL_FILES)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.bridge.chunks import Chunk, read_rows
+from megatron_dppo.bridge.chunks import read_rows
 from megatron_dppo.bridge.convert import in_threads
 from megatron_dppo.bridge.hf_directory import FilePlan, SafetensorsWriter, copy_config_and_tokenizer
+from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.streams import progress

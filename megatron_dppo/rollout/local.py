@@ -5,7 +5,7 @@ Slower than a server, but it needs none, it can be seeded, and it runs wherever 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from megatron_dppo.bridge.mapping import describe_mismatch
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import read_shape
@@ -53,7 +54,8 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         self._max_batch, self._world, self._conversations = max_batch, world, conversations
         self._path = Path(path)
         model = empty_model(self._path, device, dtype)
-        self._weights = _weights_by_name(model, read_shape(path).family.body)
+        self._shape = read_shape(path)
+        self._weights = _weights_by_name(model, self._shape.family.body)
         self._decoder, self._routers = Decoder(model), Routers(model)
         self._version: int | None = None
         self._paused = False
@@ -81,23 +83,19 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         """Copy the weights into the model, in place.
 
         Raises:
-            ValueError: a tensor is missing, unknown, repeated or of the wrong shape; the message names each. It is
-                raised after the end of the stream, and nothing can be generated until an update succeeds.
+            ValueError: a tensor is missing, unknown, repeated or of the wrong shape. It is raised after the end of the
+                stream, and nothing can be generated until an update succeeds.
         """
         self._version = None
-        absent = dict(self._weights)
-        known, problems = set(absent), []
+        shapes, repeated = _shapes_of(self._weights), []
+        found: dict[str, tuple[int, ...]] = {}
         for bucket in source(to=Consumers.EVERYONE):
+            repeated += [f"{name} came twice" for name in bucket if name in found]
+            found |= _shapes_of(bucket)
             for name, tensor in bucket.items():
-                parameter = absent.pop(name, None)
-                if parameter is None:
-                    problems.append(f"{name} came twice" if name in known else f"{name} is not in the model")
-                elif parameter.shape != tensor.shape:
-                    problems.append(f"{name} has shape {list(tensor.shape)}, not {list(parameter.shape)}")
-                else:
-                    parameter.copy_(tensor)
-        problems += [f"{name} is missing" for name in absent]
-        if problems:
+                if found[name] == shapes.get(name):
+                    self._weights[name].copy_(tensor)
+        if problems := [*filter(None, [describe_mismatch(self._shape, shapes, found)]), *repeated]:
             raise ValueError(f"The weights of version {version} do not fit the rollout model: {'; '.join(problems)}.")
         self._decoder.weights_changed()
         self._version = version
@@ -175,6 +173,10 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
             remedy = "Look in model.path for weights that are not finite or too large; if earlier steps went well, "
             remedy += "lower optimizer.lr and resume from the last checkpoint"
             raise UserError("model.path", self._path, str(error), remedy) from error
+
+
+def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: (*tensor.shape,) for name, tensor in tensors.items()}
 
 
 def _weights_by_name(model: PreTrainedModel, body: str) -> dict[str, torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -13,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dppo.bridge import chunks as module
-from megatron_dppo.bridge.chunks import Chunk, parameter_chunks, read_rows, tensor_chunks
-from megatron_dppo.bridge.hf_directory import SAFETENSORS
+from megatron_dppo.bridge.chunks import TYPE_NAMES, parameter_chunks, read_rows, tensor_chunks
 from megatron_dppo.bridge.mapping import entries
+from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.models.family import Split
 from megatron_dppo.models.shape import PolicyShape
 
@@ -26,7 +25,7 @@ SHAPES = [
     replace(QWEN3, architecture="Qwen3MoeForCausalLM", experts=2, experts_per_token=1),
 ]
 ENTRIES = [entry for shape in SHAPES for entry in entries(shape)]
-DTYPES = st.sampled_from(list(SAFETENSORS))
+DTYPES = st.sampled_from(list(TYPE_NAMES))
 
 
 def store(file: Path, matrix: torch.Tensor, row: int = 0, column: int = 0) -> Chunk:
@@ -34,7 +33,7 @@ def store(file: Path, matrix: torch.Tensor, row: int = 0, column: int = 0) -> Ch
     with file.open("ab") as opened:
         start = opened.tell()
         opened.write(matrix.contiguous().flatten().view(torch.uint8).numpy())
-    return Chunk(file, start, matrix.dtype, matrix.shape[0], prod(matrix.shape[1:]), row, column)
+    return Chunk(file, start, TYPE_NAMES[matrix.dtype], (*matrix.shape,), row, column)
 
 
 def read(shape: tuple[int, ...], chunks: list[Chunk], dtype: torch.dtype) -> torch.Tensor:

@@ -52,12 +52,16 @@ def test_a_tied_output_layer_has_to_be_the_embedding(tmp_path: Path) -> None:
     shape = replace(write_qwen3(tmp_path, Sizes()), tied=True)
     assert "lm_head.weight differs from model.embed_tokens.weight" in refuse(tmp_path, shape)
     rewrite(lambda of: of.update({"lm_head.weight": of["model.embed_tokens.weight"].double()}))(tmp_path)
-    assert expected_tensors(shape).keys() < check_weights(tmp_path, shape).keys()
+    assert expected_tensors(shape).keys() == check_weights(tmp_path, shape).keys()
 
 
 DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     (WHOLE, lambda at: (at / SINGLE).unlink(), f"holds neither {SINGLE} nor {INDEX}"),
-    (WHOLE, overwrite(SINGLE, b"version https://git-lfs.github.com/spec/v1"), f"{SINGLE} is no safetensors file"),
+    (
+        WHOLE,
+        overwrite(SINGLE, b"version https://git-lfs.github.com/spec/v1"),
+        f"{SINGLE} is no whole safetensors file (Error while deserializing header: header too large)",
+    ),
     (SHARDED, overwrite(INDEX, b"{}"), f"{INDEX} is no index"),
     (SHARDED, misname_in_index, f"{INDEX} says that {UPP} is in {LAST}, where it is not (nearest name: {UP})"),
     (WHOLE, rewrite(lambda of: of.update({UPP: of.pop(UP)})), f"{UP} is missing (nearest name: {UPP})"),

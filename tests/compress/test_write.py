@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_dppo.bridge.chunks import BUFFER_BYTES
-from megatron_dppo.bridge.convert import stored_chunks
 from megatron_dppo.bridge.safetensors_files import read_header
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.compress.write import read_cut_tensor
@@ -29,7 +28,7 @@ def test_a_cut_tensor_is_an_index_into_the_larger_tensor(tmp_path: Path, dtype: 
     larger = {name: torch.randn(size, generator=generator).to(dtype) for name, size in sizes.items()}
     save_file(larger, tmp_path / "model.safetensors")
     assert larger["model.layers.1.mlp.gate_proj.weight"].nbytes > 3 * BUFFER_BYTES
-    tensors = stored_chunks(read_header(tmp_path / "model.safetensors"))
+    tensors = read_header(tmp_path / "model.safetensors")
     units = torch.randperm(1000, generator=generator)[:700].sort().values
     cut = Cut((1,), ((), tuple(units.tolist())), zero_attention=(1,))
     for name, tensor in larger.items():

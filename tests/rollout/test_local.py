@@ -116,9 +116,9 @@ def test_unfit_stream_is_consumed_then_refused(tmp_path: Path) -> None:
         engine.update_weights(stream, version=2)
     assert consumed
     for claim in (
-        "lm_head.weight is not in the model",
+        "lm_head.weight is no part of a Qwen3ForCausalLM of 2 layers",
         f"{missing} is missing",
-        f"{misshapen} has shape [32, 64], not [64, 32]",
+        f"{misshapen} has shape [32, 64], but config.json makes it [64, 32]",
         f"{repeated} came twice",
     ):
         assert claim in str(caught.value)
