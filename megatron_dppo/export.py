@@ -7,44 +7,27 @@ As in the other conversions weights go from file to file. No process group and n
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
-from megatron_dppo.bridge.chunks import read_rows
-from megatron_dppo.bridge.convert import check_files, in_threads, write_tensors
-from megatron_dppo.bridge.convert_commands import (
-    check_out,
-    checkpoint_and_directory,
-    chosen_dtype,
-    in_place,
-    megatron_to_hf,
-    parse_megatron_to_hf,
-    stored_policy,
-)
-from megatron_dppo.bridge.hf_directory import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILES,
-    MODEL_FILES,
-    SafetensorsWriter,
-    copy_config_and_tokenizer,
-    dtype_in,
-    list_stops,
-    plan_adapter_file,
-    plan_files,
-    write_adapter_config,
-)
-from megatron_dppo.bridge.mapping import Entry, adapters_of_tensor, entries, parameters
+from megatron_dppo.bridge.chunks import dtype_in, read_tensor, tensor_bytes
+from megatron_dppo.bridge.convert import check_files, write_tensors
+from megatron_dppo.bridge.convert_commands import chosen_dtype, describe_weights, directory_of, stored_policy
+from megatron_dppo.bridge.export import describe_policy
+from megatron_dppo.bridge.hf_directory import ADAPTERS, MODEL, plan_adapter_file, plan_files, write_adapter_config
+from megatron_dppo.bridge.mapping import adapters_of_tensor, entries, parameters
 from megatron_dppo.bridge.safetensors_files import Chunk, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
-from megatron_dppo.config import DTYPES, LoraConfig, ModelConfig
+from megatron_dppo.config import DTYPES, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.files import replace_text
-from megatron_dppo.process.streams import GB, progress
+from megatron_dppo.process.files import check_replaceable, in_place, replace_text
 from megatron_dppo.report.card import TAG, base_of, model_card
 from megatron_dppo.report.run import read_run
 from megatron_dppo.trainer.fingerprints import fingerprint
@@ -86,21 +69,35 @@ def export(chosen: argparse.Namespace) -> None:
     base = _base(adapters) if chosen.merge and adapters else None
     if chosen.push:
         make_repository(chosen.push)
-    flags = ["--overwrite"] if chosen.overwrite else []
+    hf, shape = directory_of(checkpoint)
+    policy = stored_policy(checkpoint, shape, adapters.settings if adapters else None)
+    workers = min(4, os.cpu_count() or 1)
+    check_files(policy, workers)
+    dtype = chosen_dtype(chosen, policy.dtype)
+    rows: Rows = policy.rows
+    if adapters and base is None:
+        kind, plan = ADAPTERS, plan_adapter_file(shape, adapters.settings, dtype)
+        name = base_of(found) if chosen.push else adapters.base  # a place on this machine is nobody else's
+        describe = partial(write_adapter_config, base=name, lora=adapters.settings)
+        millions = parameters(shape, adapters.settings) / 1e6
+        weights = f"adapters of rank {adapters.rank}, {millions:,.2f} million weights, of {name}"
+    else:
+        if writer and adapters and base:
+            trained = ModelConfig(dtype=writer.dtype).torch_dtype
+            dtype, rows = chosen_dtype(chosen, trained), _merge(policy, adapters, base, shape, trained, workers)
+        kind, plan = MODEL, plan_files(shape, dtype)
+        describe = partial(describe_policy, hf, dtype=dtype)
+        weights = describe_weights(shape, dtype) + ", with the adapters merged" * (base is not None)
     card = out / CARD
     # Anybody else's is not replaced.
-    ours = [CARD] if card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace") else []
-    command = parse_megatron_to_hf([str(checkpoint), str(out), "--dtype", chosen.dtype, *flags])
-    if writer is None or adapters is None:
-        megatron_to_hf(command, also=ours)
-    elif base is not None:
-        of_checkpoint, dtype = adapters.setting == "checkpoint", ModelConfig(dtype=writer.dtype).torch_dtype
-        merged_to_hf(command, adapters.settings, base=base, base_is_checkpoint=of_checkpoint, dtype=dtype, also=ours)
-    else:
-        name = base_of(found) if chosen.push else adapters.base  # a place on this machine is nobody else's
-        adapters_to_hf(command, adapters.settings, base=name, also=ours)
-    if adapters is None or base is not None:
-        list_stops(out)
+    if card.is_file() and TAG in card.read_text(encoding="utf-8", errors="replace"):
+        kind = kind._replace(files=(*kind.files, CARD))
+    sources = [checkpoint, hf, *filter(None, [base])]
+    check_replaceable(out, plan.total_bytes, "OUT", kind, sources=sources, overwrite=chosen.overwrite)
+    with in_place(out, "OUT") as draft:
+        describe(draft)
+        write_tensors(plan, draft, lambda name: rows(name, dtype), workers)
+    print(f"{out}: {weights}")
     if chosen.card:
         step = step_of(checkpoint)
         name = chosen.push.rpartition("/")[2] if chosen.push else found.name
@@ -156,102 +153,45 @@ def _refused(repo: str, error: Exception, otherwise: str) -> UserError:
     return UserError("--push", repo, problem, remedy)
 
 
-Base = Callable[[str], Sequence[Chunk]]
-"""Chunks of a Hugging Face tensor of the policy without adapters, by name."""
+Rows = Callable[[str, torch.dtype], Iterable[memoryview]]
+"""The bytes of a tensor in a policy of this type, by its Hugging Face name."""
 
 
-def adapters_to_hf(chosen: argparse.Namespace, lora: LoraConfig, *, base: str, also: Sequence[str] = ()) -> None:
-    """Write the adapters for ``PeftModel.from_pretrained``, and for servers that load PEFT's directories.
+def _merge(
+    policy: StoredPolicy, adapters: Adapters, base: Path, shape: PolicyShape, trained: torch.dtype, workers: int
+) -> Rows:
+    """Return W + alpha/rank · B A in the place of every matrix that has adapters, and all other weights as they are.
 
-    Args:
-        chosen: the options of ``megatron_to_hf``.
-        lora: of the run.
-        base: the policy that they were trained beside, as PEFT is to find it.
-        also: names of further files that ``--overwrite`` may replace.
-
-    Raises:
-        UserError: for a checkpoint that is not whole, or a destination that cannot be written; ``OUT`` is as it was.
-    """
-    checkpoint, hf, shape = checkpoint_and_directory(chosen)
-    adapters = stored_policy(checkpoint, shape, lora)
-    plan = plan_adapter_file(shape, lora, chosen_dtype(chosen, adapters.dtype))
-    what = "directory of adapters"
-    check_out(chosen, plan.total_bytes, [checkpoint, hf], ADAPTER_CONFIG, what, (*ADAPTER_FILES, *also))
-    with in_place(chosen.out) as draft, progress("to PEFT", plan.total_bytes, unit="bytes") as advance:
-        write_adapter_config(draft, base=base, lora=lora)
-        write_tensors(adapters, plan, draft, workers=chosen.workers, advance=advance)
-    print(
-        f"{chosen.out}: adapters of rank {lora.rank}, {parameters(shape, lora) / 1e6:,.2f} million weights, of {base}"
-    )
-
-
-def merged_to_hf(
-    chosen: argparse.Namespace,
-    lora: LoraConfig,
-    *,
-    base: Path,
-    base_is_checkpoint: bool,
-    dtype: torch.dtype,
-    also: Sequence[str] = (),
-) -> None:
-    """Write W + alpha/rank · B A in the place of every matrix that has adapters, and all other weights as they are.
-
-    The sum is taken in fp32 and rounded once to the run's type, as the run's own export and its servers have it. Each
-    worker holds a matrix whole.
+    The sum is taken in fp32 and rounded once to ``trained``, the run's type, as the run's own export and its servers
+    have it. Each worker holds a matrix whole.
 
     Args:
-        chosen, lora, also: see :func:`adapters_to_hf`.
-        base: the policy that they were trained beside: a Hugging Face directory, or a Megatron checkpoint.
-        base_is_checkpoint: which of the two.
-        dtype: of the run's weights.
+        policy: of adapters.
+        base: the policy that they were trained beside.
 
     Raises:
-        UserError: as ``adapters_to_hf``; also for a policy that is not whole.
+        UserError: that policy is not whole.
     """
-    checkpoint, hf, shape = checkpoint_and_directory(chosen)
-    adapters = stored_policy(checkpoint, shape, lora)
-    plan = plan_files(shape, chosen_dtype(chosen, dtype), int(chosen.shard_gb * GB))
-    check_out(chosen, plan.total_bytes, [checkpoint, hf, base], "config.json", "model directory", (*MODEL_FILES, *also))
-    check_files(adapters, chosen.workers)
-    tensors = _base_tensors(base, shape, chosen.workers, is_checkpoint=base_is_checkpoint)
+    chunks: Callable[[str], Sequence[Chunk]]
+    if adapters.setting == "checkpoint":
+        whole = StoredPolicy(find_checkpoint(base, "model.checkpoint"), shape, "model.checkpoint")
+        check_files(whole, workers)
+        chunks = whole.chunks
+    else:
+        chunks = {name: [each] for name, each in check_weights(base, shape).items()}.__getitem__
+    of_name = {name: entry for entry in entries(shape) for name in entry.tensors}
 
     def adapter(name: str) -> torch.Tensor | None:
-        if (entry := adapters.entries.get(name)) is None:
+        if (entry := policy.entries.get(name)) is None:
             return None
-        return _read(entry.tensors[name], adapters.chunks(name), torch.float32)
+        return read_tensor(entry.tensors[name], policy.chunks(name), torch.float32)
 
-    with (
-        in_place(chosen.out) as draft,
-        SafetensorsWriter.open(plan, draft) as writer,
-        progress("to Hugging Face", plan.total_bytes, unit="bytes") as advance,
-    ):
-        copy_config_and_tokenizer(hf, draft, plan.dtype)
+    def rows(name: str, dtype: torch.dtype) -> Iterable[memoryview]:
+        entry = of_name[name]
+        weight = read_tensor(entry.tensors[name], chunks(name), dtype_in(trained, entry))
+        a, b = map(adapter, adapters_of_tensor(name))
+        if a is not None and b is not None:
+            weight = torch.addmm(weight.float(), b, a, alpha=adapters.alpha / adapters.rank).to(trained)
+        return [tensor_bytes(weight.to(dtype_in(dtype, entry)))]
 
-        def merge(entry: Entry) -> None:
-            for name, size in entry.tensors.items():
-                weight = _read(size, tensors(name), dtype_in(dtype, entry))
-                a, b = map(adapter, adapters_of_tensor(name))
-                if a is not None and b is not None:
-                    weight = torch.addmm(weight.float(), b, a, alpha=lora.alpha / lora.rank).to(dtype)
-                writer.write(name, weight)
-                advance(plan.bytes_of(name))
-
-        in_threads(merge, entries(shape), chosen.workers)
-    print(f"{chosen.out}: {parameters(shape) / 1e6:,.2f} million weights, with the adapters merged")
-
-
-def _base_tensors(folder: Path, shape: PolicyShape, workers: int, *, is_checkpoint: bool) -> Base:
-    if is_checkpoint:
-        policy = StoredPolicy(find_checkpoint(folder, "model.checkpoint"), shape, "model.checkpoint")
-        check_files(policy, workers)
-        return policy.chunks
-    stored = check_weights(folder, shape)
-    return lambda name: [stored[name]]
-
-
-def _read(shape: tuple[int, ...], chunks: Sequence[Chunk], dtype: torch.dtype) -> torch.Tensor:
-    """A whole tensor, cast to ``dtype``."""
-    data = bytearray()
-    for rows in read_rows(shape, chunks, dtype):  # in a buffer that the next ones are written into
-        data += rows
-    return torch.frombuffer(data, dtype=dtype).view(shape)
+    return rows

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,15 +15,14 @@ from typing import Any, Literal
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_dppo.bridge.convert_commands import in_place
-from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL_FILES, FilePlan, SafetensorsWriter, plan_files
+from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL, FilePlan, SafetensorsWriter, plan_files
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.config import DTYPES, ModelConfig
 from megatron_dppo.data.rows import read_rows, strings
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.families import FAMILIES
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
-from megatron_dppo.process.files import check_replaceable
+from megatron_dppo.process.files import check_replaceable, in_place, write_json
 
 DEFAULT_BPE_VOCABULARY = 4096
 MAX_POSITIONS = 40960
@@ -95,13 +93,12 @@ def write_model(
     if shape:
         size = _published(shape)
     _check(size, std)
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise UserError("out", out, "exists", "Give another directory, or --overwrite")
+    check_replaceable(out, 0, "out", MODEL, overwrite=overwrite)
     vocabulary = character_tokenizer() if tokenizer == "arithmetic" else _train(corpus, vocab_size)
     size = replace(size, vocab_size=_rows(vocab_size or size.vocab_size, vocabulary.get_vocab_size()))
     plan = plan_files(size, ModelConfig(dtype=dtype).torch_dtype, max_shard_bytes)
-    check_replaceable(out, plan.total_bytes, "out", mark="config.json", what="model directory", files=MODEL_FILES)
-    with in_place(out) as folder:
+    check_replaceable(out, plan.total_bytes, "out", MODEL)
+    with in_place(out, "out") as folder:
         write_tokenizer(vocabulary, folder, max_tokens=MAX_POSITIONS)
         _write_config(folder, size, plan.dtype, std, vocabulary)
         _write_weights(folder, plan, size, seed=seed, std=std)
@@ -195,8 +192,8 @@ def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: floa
         **ends,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    for name, content in (("config.json", config), ("generation_config.json", ends)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", ends)
 
 
 def _write_weights(folder: Path, plan: FilePlan, shape: PolicyShape, *, seed: int, std: float) -> None:
@@ -205,7 +202,8 @@ def _write_weights(folder: Path, plan: FilePlan, shape: PolicyShape, *, seed: in
     generator = torch.Generator().manual_seed(seed)
     zeros = ("norm.weight", ".bias") if shape.family.megatron.get("layernorm_zero_centered_gamma") else (".bias",)
     with SafetensorsWriter.open(plan, folder) as writer:
-        for name, size in plan.tensors.items():
+        for name, place in plan.tensors.items():
+            size = place.shape
             tensor = torch.full(size, 0.0 if name.endswith(zeros) and "linear_attn" not in name else 1.0)
             if name.endswith("A_log"):
                 tensor.uniform_(0.01, 16.0, generator=generator).log_()
@@ -289,7 +287,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> N
         "model_max_length": max_tokens,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", settings)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 

@@ -86,7 +86,7 @@ def test_only_models_are_replaced_and_only_on_demand(tmp_path: Path) -> None:
     out = tmp_path / "policy"
     write_model(out, **TINY, seed=1)
     before = tensors(out)["model.embed_tokens.weight"]
-    with pytest.raises(UserError, match="exists"):
+    with pytest.raises(UserError, match="is there already"):
         write_model(out, **TINY, seed=2)
     assert torch.equal(tensors(out)["model.embed_tokens.weight"], before)
     write_model(out, **TINY, seed=2, overwrite=True)

@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import reduce
 from math import prod
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from megatron_dppo.bridge.mapping import Entry, Slice
+from megatron_dppo.bridge.mapping import Entry, Slice, exact_tensors
 from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.errors import UserError
+from megatron_dppo.models.shape import PolicyShape
 
 BUFFER_BYTES = 1 << 18
 """As much as ``cp`` reads at a time: with 4 MiB a conversion took five times the processor time."""
@@ -27,6 +27,17 @@ BUFFER_BYTES = 1 << 18
 TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of weights, by their names in safetensors files."""
 TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+def dtype_in(dtype: torch.dtype, entry: Entry) -> torch.dtype:
+    """The type of a parameter in a policy of type ``dtype``."""
+    return torch.promote_types(dtype, torch.float32) if entry.mapping.exact else dtype
+
+
+def stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch.dtype:
+    """The type that holds all weights of a directory but those that are fp32 in every policy."""
+    exact = exact_tensors(shape)
+    return reduce(torch.promote_types, {TYPES[each.dtype] for name, each in tensors.items() if name not in exact})
 
 
 def parameter_chunks(entry: Entry, tensors: Mapping[str, Chunk]) -> list[Chunk]:
@@ -84,7 +95,7 @@ def read_rows(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype)
     row_bytes = columns * dtype.itemsize
     height = min(rows, max(1, BUFFER_BYTES // row_bytes))
     buffer = torch.empty(height, columns, dtype=dtype)
-    data = memoryview(_bytes(buffer))
+    data = tensor_bytes(buffer)
     chunks = list(chunks)
     padded = sum(prod(chunk.shape) for chunk in chunks) < rows * columns
     with ExitStack() as stack:
@@ -103,9 +114,17 @@ def read_rows(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype)
                     _read(descriptor, wanted, data[(low - top) * row_bytes : (high - top) * row_bytes])
                     continue
                 stored = torch.empty(wanted.rows, wanted.columns, dtype=TYPES[wanted.dtype])
-                _read(descriptor, wanted, memoryview(_bytes(stored)))
+                _read(descriptor, wanted, tensor_bytes(stored))
                 buffer[low - top : high - top, chunk.column : chunk.column + chunk.columns] = stored
             yield data[: (bottom - top) * row_bytes]
+
+
+def read_tensor(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype) -> torch.Tensor:
+    """A whole tensor; see :func:`read_rows`."""
+    data = bytearray()
+    for rows in read_rows(shape, chunks, dtype):  # in a buffer that the next ones are written into
+        data += rows
+    return torch.frombuffer(data, dtype=dtype).view(*shape)
 
 
 def write_at(file: int, start: int, data: Iterable[memoryview | bytes]) -> int:
@@ -122,8 +141,9 @@ def write_at(file: int, start: int, data: Iterable[memoryview | bytes]) -> int:
     return start
 
 
-def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    return tensor.flatten().view(torch.uint8).numpy()
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in the host's memory; of a contiguous one not a copy."""
+    return memoryview(tensor.flatten().view(torch.uint8).numpy())
 
 
 def _read(file: int, chunk: Chunk, into: memoryview) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import psutil
@@ -19,13 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, RELEASE, TRACKER, FileChecksum
-from megatron_dppo.bridge.chunks import parameter_chunks, read_rows, rows_of
-from megatron_dppo.bridge.hf_directory import (
-    FilePlan,
-    SafetensorsWriter,
-    copy_config_and_tokenizer,
-    dtype_in,
-)
+from megatron_dppo.bridge.chunks import dtype_in, parameter_chunks, read_rows, rows_of
+from megatron_dppo.bridge.hf_directory import FilePlan, SafetensorsWriter, copy_config_and_tokenizer
 from megatron_dppo.bridge.mapping import Stored, parameters
 from megatron_dppo.bridge.safetensors_files import Chunk, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
@@ -33,23 +27,23 @@ from megatron_dppo.bridge.torch_dist import CheckpointPlan, write_metadata, writ
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.streams import Advance
+from megatron_dppo.process.streams import progress
 
 T = TypeVar("T")
+Rows = Callable[[str], Iterable[memoryview]]
+"""The bytes of a tensor, by its Hugging Face name, from its first row to its last."""
 
 
-def write_megatron(
-    tensors: Mapping[str, Chunk], plan: CheckpointPlan, source: Path, out: Path, *, workers: int, advance: Advance
-) -> None:
+def write_megatron(tensors: Mapping[str, Chunk], plan: CheckpointPlan, source: Path, out: Path, workers: int) -> None:
     """Write a folder of checkpoints with one in it, ``release``, which every layout loads.
 
     Beside it, ``hf/`` has the configuration and the tokenizer, for the way back.
 
     Args:
-        tensors: the Hugging Face tensors that the policy is made of.
+        tensors: of a Hugging Face directory.
         source: the directory that configuration, tokenizer and chat template are taken from.
         out: an existing, empty directory.
-        advance: told the bytes that have been written since the last call, from any thread; so in all functions here.
+        workers: threads.
 
     Raises:
         OSError: if the disk is full.
@@ -58,58 +52,56 @@ def write_megatron(
     release.mkdir()
     hf.mkdir()
     checksums: dict[str, FileChecksum] = {}
+    with progress("to Megatron", sum(plan.files.values()), unit="bytes") as advance:
 
-    def convert(part: Stored) -> None:
-        chunks = rows_of(parameter_chunks(part.entry, tensors), part.start, part.rows)
-        data = read_rows(part.shape, chunks, dtype_in(plan.dtype, part.entry))
-        write_parameter(release, plan, part, data)
-        advance(part.entry.elements // len(part.entry.stored) * plan.dtype.itemsize)
+        def convert(part: Stored) -> None:
+            chunks = rows_of(parameter_chunks(part.entry, tensors), part.start, part.rows)
+            write_parameter(release, plan, part, read_rows(part.shape, chunks, dtype_in(plan.dtype, part.entry)))
+            advance(plan.storage[part].length)
+
+        in_threads(convert, plan.storage, workers)
 
     def compute_checksum(name: str) -> None:
         checksums[name] = FileChecksum.of(release / name)
 
-    in_threads(convert, plan.storage, workers)
     in_threads(compute_checksum, plan.files, workers)
     copy_config_and_tokenizer(source, hf, plan.dtype)
     write_metadata(release, plan, checksums)
     (out / TRACKER).write_text(RELEASE + "\n")
 
 
-def write_hf(policy: StoredPolicy, plan: FilePlan, source: Path, out: Path, *, workers: int, advance: Advance) -> None:
-    """Write the policy of a checkpoint as a Hugging Face directory.
+def write_tensors(plan: FilePlan, out: Path, rows: Rows, workers: int, title: str = "to Hugging Face") -> None:
+    """Write the weights of a Hugging Face directory.
 
     Args:
         plan: where every tensor goes.
-        source: the directory that configuration, tokenizer and chat template are taken from.
-        out: an existing, empty directory.
+        out: an existing directory.
+        rows: in the plan's types; called from any thread.
+        workers: threads.
+        title: of the progress bar.
 
     Raises:
         OSError: if the disk is full.
-        UserError: if the checkpoint is damaged.
     """
-    copy_config_and_tokenizer(source, out, plan.dtype)
-    write_tensors(policy, plan, out, workers=workers, advance=advance)
+    with SafetensorsWriter.open(plan, out) as writer, progress(title, plan.total_bytes, unit="bytes") as advance:
+
+        def write(name: str) -> None:
+            writer.write_rows(name, rows(name))
+            advance(plan.tensors[name].length)
+
+        in_threads(write, plan.tensors, workers)
 
 
-def write_tensors(policy: StoredPolicy, plan: FilePlan, out: Path, *, workers: int, advance: Advance) -> None:
-    """Write the weights alone; see :func:`write_hf`."""
-    check_files(policy, workers)
-    with SafetensorsWriter.open(plan, out) as writer:
-
-        def convert(name: str) -> None:
-            writer.write_bytes(name, read_rows(plan.tensors[name], policy.chunks(name), plan.dtype_of(name)))
-            advance(plan.bytes_of(name))
-
-        in_threads(convert, policy.entries, workers)
-
-
-def check_files(policy: StoredPolicy, workers: int) -> None:
+def check_files(policy: StoredPolicy, workers: int, *, every: bool = False) -> None:
     """Compare the files that hold a policy's weights with their checksums, in as many threads.
+
+    Args:
+        every: of the checkpoint, whatever it holds.
 
     Raises:
         UserError: naming a file that is damaged.
     """
-    in_threads(lambda share: policy.check(share=share, of=workers), range(workers), workers)
+    in_threads(lambda share: policy.check(share=share, of=workers, every=every), range(workers), workers)
 
 
 def in_threads(work: Callable[[T], None], items: Iterable[T], workers: int) -> None:
@@ -124,9 +116,7 @@ MEMORY = 1.9
 once more in fp32. 1.3 to 1.8 were measured."""
 
 
-def compare_tensors(
-    policy: StoredPolicy, hf: Path, shape: PolicyShape, *, written: torch.dtype, workers: int, advance: Advance
-) -> str:
+def compare_tensors(policy: StoredPolicy, hf: Path, shape: PolicyShape, *, written: torch.dtype, workers: int) -> str:
     """Compare the SHA-256 of every tensor.
 
     Args:
@@ -142,16 +132,16 @@ def compare_tensors(
     """
     tensors = check_weights(hf, shape)
     digests: dict[str, bytes] = {}
+    with progress("verifying", parameters(shape) * written.itemsize, unit="bytes") as advance:
 
-    def compare(name: str) -> None:
-        entry = policy.entries[name]
-        size, dtype = entry.tensors[name], dtype_in(written, entry)
-        digests[name] = _digest(read_rows(size, policy.chunks(name), dtype))
-        if digests[name] != _digest(read_rows(size, [tensors[name]], dtype)):
-            raise UserError("--verify", name, "differs between the two forms", "Convert again, and report it")
-        advance(prod(size) * written.itemsize)
+        def compare(name: str) -> None:
+            tensor, dtype = tensors[name], dtype_in(written, policy.entries[name])
+            digests[name] = _digest(policy.rows(name, written))
+            if digests[name] != _digest(read_rows(tensor.shape, [tensor], dtype)):
+                raise UserError("--verify", name, "differs between the two forms", "Convert again, and report it")
+            advance(tensor.rows * tensor.columns * written.itemsize)
 
-    in_threads(compare, policy.entries, workers)
+        in_threads(compare, tensors, workers)
     return hashlib.sha256(b"".join(name.encode() + digests[name] for name in sorted(digests))).hexdigest()
 
 
@@ -201,25 +191,39 @@ def compare_logits(
     Raises:
         UserError: if it is beyond what different kernels explain.
     """
-    name: Literal["fp32", "bf16"] = "bf16" if dtype == torch.bfloat16 else "fp32"
-    tokens = torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
-    theirs = _huggingface(hf, tokens, dtype, written)
-    ours = _megatron(checkpoint, shape, tokens, name, written)
-    difference = float((ours - theirs).abs().max() / theirs.std())
-    if not difference <= LIMITS[name]:
-        problem = f"the models' logits differ by {difference:.2g} of their deviation, over {LIMITS[name]:g}"
-        raise UserError("--verify", "all", problem, "Report it: the weights are equal, and the models are not")
+    tokens = draw_tokens(shape)
+    with torch.no_grad():
+        theirs = load_transformers(hf, written).to(dtype)(tokens).logits[0]
+        ours = _megatron(checkpoint, shape, tokens, "bf16" if dtype == torch.bfloat16 else "fp32", written)
+    return measure_difference(ours, theirs)
+
+
+def draw_tokens(shape: PolicyShape) -> torch.Tensor:
+    """Draw the [1, TOKENS] token ids that logits are compared on."""
+    return torch.randint(shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def measure_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference of two models' logits, over the standard deviation of ``expected``.
+
+    Raises:
+        UserError: the difference exceeds rounding in different kernels.
+    """
+    difference = float((logits.float() - expected.float()).abs().max() / expected.float().std())
+    limit = LIMITS["bf16" if expected.dtype == torch.bfloat16 else "fp32"]
+    if not difference <= limit:
+        problem = f"the models' logits differ by {difference:.2g} of their deviation, over {limit:g}"
+        raise UserError("--verify", "all", problem, "Report it: the weights are as they should be, and the models not")
     return difference
 
 
-@torch.no_grad()
-def _huggingface(hf: Path, tokens: torch.Tensor, dtype: torch.dtype, written: torch.dtype) -> torch.Tensor:
+def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
+    """Load transformers' model, whole."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(hf, dtype=written)
-    return model.to(dtype).eval()(tokens).logits[0].float()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def _megatron(

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.bridge.hf_directory import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILES,
+    ADAPTERS,
     MAX_SHARD_BYTES,
-    MODEL_FILES,
+    MODEL,
     FilePlan,
     SafetensorsWriter,
     copy_config_and_tokenizer,
@@ -27,14 +26,12 @@ from megatron_dppo.bridge.hf_directory import (
     write_adapter_config,
 )
 from megatron_dppo.bridge.stream import Consumers, adapter_stream, weight_stream
-from megatron_dppo.config import LoraConfig
-from megatron_dppo.errors import UserError
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.parallel.world import World
-from megatron_dppo.process.files import check_replaceable, replacing_directory
+from megatron_dppo.process.files import check_replaceable, in_place
 
 Stream = Iterator[Mapping[str, torch.Tensor]]
-"""Buckets of tensors by name. Whoever takes some of them takes all, since other ranks wait for it."""
+"""Buckets of tensors by name. A consumer must exhaust the stream: producing it is collective."""
 
 
 def export_hf(
@@ -65,14 +62,14 @@ def export_hf(
     plan = plan_files(chunks[0].shape, dtype, max_shard_bytes)
     world.from_leader(lambda: check_destination(source, out, plan.total_bytes, setting))
     stream = weight_stream(chunks, world, to=Consumers.LEADER, dtype=dtype)
-    _export(world, stream, partial(write_directory, plan=plan, source=source, out=out), out, setting)
+    write_stream(stream, world, plan, out, partial(describe_policy, source, dtype=dtype), setting)
 
 
 def export_adapter(chunks: Sequence[PolicyModel], world: World, *, base: str, out: Path, dtype: torch.dtype) -> None:
     """Write the policy's adapters for ``PeftModel.from_pretrained``. Collective over all ranks; one writes.
 
     Args:
-        base: the Hugging Face directory of the policy that they were trained beside, as PEFT is to find it.
+        base: the Hugging Face directory of the base model, as written into adapter_config.json.
         out: the directory to make; one of adapters that is there is replaced.
 
     Raises:
@@ -81,17 +78,9 @@ def export_adapter(chunks: Sequence[PolicyModel], world: World, *, base: str, ou
     lora = chunks[0].lora
     plan = plan_adapter_file(chunks[0].shape, lora, dtype)
     world.from_leader(lambda: check_adapter_destination(out, plan))
-    write = partial(write_adapter_directory, plan=plan, out=out, base=base, lora=lora)
-    _export(world, adapter_stream(chunks, world), write, out, "run.dir")
-
-
-def _export(world: World, stream: Stream, write: Callable[[Stream], Exception | None], out: Path, setting: str) -> None:
-    failure: Exception | None = None
-    if world.leads:
-        failure = write(stream)
-    elif world.in_first_copy:  # the others take no part
-        deque(stream, maxlen=0)
-    world.together(lambda: _report(failure, out, setting))
+    write_stream(
+        adapter_stream(chunks, world), world, plan, out, partial(write_adapter_config, base=base, lora=lora), "run.dir"
+    )
 
 
 def check_destination(source: Path, out: Path, size: int, setting: str = "run.dir") -> None:
@@ -103,53 +92,48 @@ def check_destination(source: Path, out: Path, size: int, setting: str = "run.di
     Raises:
         UserError: naming ``setting``, if ``out`` is the source or no model directory, or its disk has too little room.
     """
-    if out.resolve() == source.resolve():
-        raise UserError(setting, out, "is where the initial policy is read from", "write to another directory")
-    check_replaceable(out, size, setting, mark="config.json", what="model directory", files=MODEL_FILES)
+    check_replaceable(out, size, setting, MODEL, sources=[source])
 
 
 def check_adapter_destination(out: Path, plan: FilePlan) -> None:
     """Refuse an export of adapters that cannot work, as :func:`check_destination` does one of the policy."""
-    mark, files = ADAPTER_CONFIG, ADAPTER_FILES
-    check_replaceable(out, plan.total_bytes, "run.dir", mark=mark, what="directory of adapters", files=files)
+    check_replaceable(out, plan.total_bytes, "run.dir", ADAPTERS)
 
 
-def write_directory(stream: Stream, plan: FilePlan, source: Path, out: Path) -> Exception | None:
-    """Write a stream's tensors and put the directory in place. Returns the error, if there was one."""
-
-    def describe(draft: Path) -> None:
-        copy_config_and_tokenizer(source, draft, plan.dtype)
-        list_stops(draft)
-
-    return _write(stream, plan, out, describe)
+def describe_policy(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write the files of a policy beside its weights, with the tokenizer's end of turn among the stop tokens."""
+    copy_config_and_tokenizer(source, folder, dtype)
+    list_stops(folder)
 
 
-def write_adapter_directory(
-    stream: Stream, plan: FilePlan, out: Path, *, base: str, lora: LoraConfig
-) -> Exception | None:
-    """As :func:`write_directory`, for adapters."""
-    return _write(stream, plan, out, partial(write_adapter_config, base=base, lora=lora))
+def write_stream(
+    stream: Stream, world: World, plan: FilePlan, out: Path, describe: Callable[[Path], None], setting: str
+) -> None:
+    """Write a stream's tensors and put the directory in place. Collective over all ranks; one writes.
 
+    Args:
+        stream: of this rank; ranks outside the first copy of the policy leave it alone.
+        describe: writes what is beside the weights.
+        setting: what an error names.
 
-def _write(stream: Stream, plan: FilePlan, out: Path, describe: Callable[[Path], None]) -> Exception | None:
-    """The stream is taken to its end whatever happens, since other ranks take part in it."""
-    try:
-        with replacing_directory(out) as draft, SafetensorsWriter.open(plan, draft) as writer:
-            describe(draft)
-            for bucket in stream:
-                for name, tensor in bucket.items():
-                    writer.write(name, tensor)
-    except Exception as error:  # raised on every rank once the stream has ended
+    Raises:
+        UserError: on every rank, for a failing disk.
+    """
+    failure: Exception | None = None
+    if world.leads:
+        try:
+            with in_place(out, setting) as draft, SafetensorsWriter.open(plan, draft) as writer:
+                describe(draft)
+                for bucket in stream:
+                    for name, tensor in bucket.items():
+                        writer.write(name, tensor)
+        except Exception as error:  # raised on every rank once the stream has ended
+            failure = error
+    if world.in_first_copy:
         deque(stream, maxlen=0)
-        return error
-    return None
 
+    def report() -> None:
+        if failure is not None:
+            raise failure
 
-def _report(failure: Exception | None, out: Path, setting: str) -> None:
-    """Raise what went wrong on the leader; a failing disk as a UserError that names ``setting``."""
-    if isinstance(failure, OSError):
-        problem = f"the export cannot be written ({failure.strerror or failure})"
-        remedy = "free some space and check the permissions, or name another directory"
-        raise UserError(setting, out, problem, remedy) from failure
-    if failure is not None:
-        raise failure
+    world.together(report)

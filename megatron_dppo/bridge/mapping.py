@@ -295,10 +295,10 @@ def file_tensors(shape: PolicyShape) -> dict[str, dict[str, tuple[int, ...]]]:
     return found
 
 
-def fused_shape(parts: Mapping[str, tuple[int, ...]], shape: PolicyShape) -> tuple[int, ...]:
-    """[experts, rows of an expert's tensors, columns], for the tensor of a file that has these parts."""
+def file_shape(name: str, parts: Mapping[str, tuple[int, ...]], shape: PolicyShape) -> tuple[int, ...]:
+    """Shape of a tensor of files with these parts; of experts: [experts, rows of an expert's tensors, columns]."""
     sizes = list(parts.values())
-    return (shape.experts, sum(size[0] for size in sizes) // shape.experts, *sizes[0][1:])
+    return parts.get(name) or (shape.experts, sum(size[0] for size in sizes) // shape.experts, *sizes[0][1:])
 
 
 def exact_tensors(shape: PolicyShape) -> frozenset[str]:

@@ -22,8 +22,8 @@ from megatron_dppo.bridge.mapping import (
     Entry,
     describe_mismatch,
     expected_tensors,
+    file_shape,
     file_tensors,
-    fused_shape,
     nearest_name,
     redundant_tensors,
 )
@@ -151,16 +151,12 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
         UserError: for a file or tensor that is missing, truncated, unexpected, or of another shape or type; and for an
             output layer of its own in a policy that has none.
     """
-    stored = stored_tensors(path)
+    stored, files = stored_tensors(path), file_tensors(shape)
     found = {name: tensor for name, tensor in stored.items() if not name.startswith(shape.family.carried)}
     expected, copies = expected_tensors(shape), redundant_tensors(shape)
-    fused: dict[str, Mapping[str, tuple[int, ...]]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
-    for name, parts in file_tensors(shape).items():
-        if name in found and name not in parts:
-            fused[name], wanted[name] = parts, fused_shape(parts, shape)
-        else:
-            wanted |= parts
+    for name, parts in files.items():
+        wanted.update({name: file_shape(name, parts, shape)} if name in found else parts)
     if problem := describe_mismatch(shape, wanted, {name: tensor.shape for name, tensor in found.items()}, copies):
         remedy = "take a whole model in Hugging Face's form (no adapter, no quantization) and its own config.json"
         raise _unreadable(path, problem, remedy)
@@ -168,8 +164,8 @@ def check_weights(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
         if tensor.dtype not in NUMPY:
             problem = f"{name} is stored as {tensor.dtype}, which is none of {', '.join(NUMPY)}"
             raise _unreadable(path, problem, "take weights that are not quantized")
-    for name, parts in fused.items():
-        found |= split_chunk(found[name], parts)
+    for name in files.keys() & found.keys():
+        found |= split_chunk(found[name], files[name])
     for name in copies:
         (embedding,) = Entry(EMBEDDING, shape).tensors
         if name in found and not _are_equal(found[name], found[embedding]):
@@ -186,6 +182,27 @@ def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str,
         found[name] = replace(whole, start=start, shape=size)
         start += found[name].length
     return found
+
+
+def lay_out(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Chunk]]:
+    """Plan a file with these tensors, one after another.
+
+    Args:
+        tensors: types and shapes by name.
+
+    Returns:
+        The file's first bytes, and the place of each tensor behind these.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    chunks, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        chunks[name] = chunk = Chunk(file, end, dtype, shape)
+        end += chunk.length
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [chunk.start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: replace(chunk, start=len(head) + chunk.start) for name, chunk in chunks.items()}
 
 
 def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megatron_dppo.bridge.checkpoint_folder import METADATA, Checksums, DamagedError, damaged, refusing_damage
-from megatron_dppo.bridge.chunks import TYPE_NAMES, tensor_chunks
+from megatron_dppo.bridge.chunks import TYPE_NAMES, dtype_in, read_rows, tensor_chunks
 from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Stored, adapter_entries, describe_mismatch, entries
 from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.bridge.torch_dist import data_offset, file_sizes, locate_data, open_archive
@@ -165,7 +165,6 @@ class StoredPolicy:
             self._check_files()
         stored = metadata.state_dict_metadata
         self._tensors = {key: found for key, found in stored.items() if isinstance(found, TensorStorageMetadata)}
-        self._blocks: dict[Stored, list[ChunkStorageMetadata]] = {}
         wanted = list(adapter_entries(shape, lora) if lora else entries(shape))
         self._blocks: dict[Stored, list[ChunkStorageMetadata]] = {}
         self._find_blocks([part for entry in wanted for part in entry.stored], shape)
@@ -178,11 +177,12 @@ class StoredPolicy:
         kept = {part.key for part in self._blocks if not part.entry.mapping.exact}
         return reduce(torch.promote_types, (self._tensors[key].properties.dtype for key in kept))
 
-    def check(self, *, share: int = 0, of: int = 1) -> None:
+    def check(self, *, share: int = 0, of: int = 1, every: bool = False) -> None:
         """Compare the files that hold the weights with their checksums.
 
         Args:
             share: take every ``of``-th file, from this one on.
+            every: file of the checkpoint, whatever it holds.
 
         Raises:
             UserError: naming the first file that is damaged.
@@ -192,7 +192,16 @@ class StoredPolicy:
         places = (self._place(part, block) for part, blocks in self._blocks.items() for block in blocks)
         files = {place.relative_path for place in places}
         with refusing_damage(self._folder, self._setting):
-            self.checksums.check(sorted(files), share=share, of=of)
+            self.checksums.check(None if every else sorted(files), share=share, of=of)
+
+    def rows(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
+        """The bytes of a Hugging Face tensor in a policy of type ``dtype``, as :func:`read_rows` gives them.
+
+        Raises:
+            UserError: if a file cannot be read there.
+        """
+        entry = self.entries[name]
+        return read_rows(entry.tensors[name], self.chunks(name), dtype_in(dtype, entry))
 
     def chunks(self, name: str) -> list[Chunk]:
         """Chunks of a Hugging Face tensor.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_dppo.bridge.hf_directory import dtype_in
+from megatron_dppo.bridge.chunks import dtype_in
 from megatron_dppo.bridge.load import MergedParameters, bind, bind_adapters, slices_of
 from megatron_dppo.bridge.mapping import Entry, adapter_entries, entries
 from megatron_dppo.config import LayoutConfig, LoraConfig

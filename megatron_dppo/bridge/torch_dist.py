@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_dppo.bridge.checkpoint_folder import FORMAT, METADATA, Checksums, FileChecksum
-from megatron_dppo.bridge.chunks import write_at
-from megatron_dppo.bridge.hf_directory import dtype_in
+from megatron_dppo.bridge.chunks import dtype_in, write_at
 from megatron_dppo.bridge.mapping import Stored, entries
 from megatron_dppo.models.shape import PolicyShape
 

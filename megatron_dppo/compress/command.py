@@ -6,16 +6,15 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_dppo.bridge.chunks import TYPES
-from megatron_dppo.bridge.convert import LIMITS, TOKENS, logits_dtype
-from megatron_dppo.bridge.convert_commands import check_out, in_place, naming, positive
-from megatron_dppo.bridge.hf_directory import MODEL_FILES, plan_files
+from megatron_dppo.bridge.chunks import stored_dtype
+from megatron_dppo.bridge.convert import draw_tokens, load_transformers, logits_dtype, measure_difference
+from megatron_dppo.bridge.convert_commands import naming, positive
+from megatron_dppo.bridge.hf_directory import MODEL, plan_files
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.bridge.safetensors_files import check_weights
 from megatron_dppo.compress.calibration import draw_sequences, make_batches, read_sequences
@@ -27,6 +26,7 @@ from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
+from megatron_dppo.process.files import check_replaceable, in_place
 from megatron_dppo.process.streams import progress, quieten
 
 Sequences = Sequence[WorkedAnswer]
@@ -96,13 +96,13 @@ def compress(chosen: argparse.Namespace) -> int:
         tensors = check_weights(source, shape)
     recipe = _make_recipe(chosen)
     recipe.check(shape)
-    dtype = reduce(torch.promote_types, (TYPES[tensor.dtype] for tensor in tensors.values()))
+    dtype = stored_dtype(tensors, shape)
     planned = recipe.plan_cut(shape)
     plan = plan_files(planned.shrink(shape), dtype)
-    check_out(chosen, plan.total_bytes, [source], "config.json", "model directory", MODEL_FILES)
+    check_replaceable(chosen.out, plan.total_bytes, "OUT", MODEL, sources=[source], overwrite=chosen.overwrite)
     scored, held_out = _read_calibration(chosen, recipe, source)
     if chosen.dry_run:
-        size = f"{plan.total_bytes / 2**20:,.1f} MiB in {len(plan.files)} files"
+        size = f"{plan.total_bytes / 2**20:,.1f} MiB in {len(plan.heads)} files"
         print(f"{_describe_cut(shape, planned)}\n{chosen.out}: {size}; nothing has been written")
         return 0
     model = None
@@ -112,7 +112,7 @@ def compress(chosen: argparse.Namespace) -> int:
     logits = None
     if chosen.verify:
         with apply_cut(model, cut):
-            logits = _compute_logits(model, shape.vocab_size)
+            logits = _compute_logits(model, shape)
     # The smaller policy is loaded after the larger policy has left the memory.
     del model
     record = {
@@ -126,7 +126,7 @@ def compress(chosen: argparse.Namespace) -> int:
         **losses,
     }
     difference = None
-    with in_place(chosen.out) as draft:
+    with in_place(chosen.out, "OUT") as draft:
         write_policy(tensors, source, shape, cut, plan, draft, record=record, workers=chosen.workers)
         if logits is not None:
             difference = _verify(draft, logits)
@@ -185,13 +185,7 @@ def _choose_dtype(source: Path, shape: PolicyShape, stored: torch.dtype) -> torc
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> Any:
-    """Load transformers' model, whole."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.to(_find_device()).eval()
+    return load_transformers(folder, dtype).to(_find_device())
 
 
 def _find_device() -> torch.device:
@@ -215,32 +209,22 @@ def _choose_and_measure(
 
 
 @torch.no_grad()
-def _compute_logits(model: Any, vocab_size: int) -> torch.Tensor:
-    """[1, TOKENS, vocabulary] logits of random tokens, in the model's type."""
-    tokens = torch.randint(vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(1))
-    logits: torch.Tensor = model(tokens.to(_find_device()), use_cache=False).logits
+def _compute_logits(model: Any, shape: PolicyShape) -> torch.Tensor:
+    """[1, tokens, vocabulary] logits of random tokens, in the model's type."""
+    logits: torch.Tensor = model(draw_tokens(shape).to(_find_device()), use_cache=False).logits
     return logits
 
 
 def _verify(written: Path, expected: torch.Tensor) -> float:
-    """Return the largest difference of the written policy's logits from ``expected``, over their standard deviation.
-
-    Args:
-        expected: [1, TOKENS, vocabulary] logits of the larger policy under the cut.
+    """Compare the written policy's logits with the larger policy's under the cut; see :func:`measure_difference`.
 
     Raises:
-        UserError: a tensor is missing, or the difference exceeds rounding in different kernels.
+        UserError: a tensor is missing, or the logits differ.
     """
     with naming("--verify"):
         shape = read_shape(written)
         check_weights(written, shape)
-    logits = _compute_logits(_load_model(written, expected.dtype), shape.vocab_size)
-    difference = float((logits.float() - expected.float()).abs().max() / expected.float().std())
-    limit = LIMITS["bf16" if expected.dtype == torch.bfloat16 else "fp32"]
-    if not difference <= limit:
-        problem = f"the written policy's logits differ by {difference:.2g} of their deviation, over {limit:g}"
-        raise UserError("--verify", written, problem, "Compress again, and report it")
-    return difference
+    return measure_difference(_compute_logits(_load_model(written, expected.dtype), shape), expected)
 
 
 def _describe_cut(shape: PolicyShape, cut: Cut) -> str:

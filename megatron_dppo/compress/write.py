@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from megatron_dppo.bridge.chunks import read_rows
-from megatron_dppo.bridge.convert import in_threads
-from megatron_dppo.bridge.hf_directory import FilePlan, SafetensorsWriter, copy_config_and_tokenizer
+from megatron_dppo.bridge.convert import write_tensors
+from megatron_dppo.bridge.hf_directory import FilePlan, copy_config_and_tokenizer
 from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.process.streams import progress
+from megatron_dppo.process.files import write_json
 
 RECORD = "compress.json"
 """File with the options, the kept layers and the losses."""
@@ -47,14 +47,8 @@ def write_policy(
     """
     copy_config_and_tokenizer(source, out, plan.dtype)
     _change_config(out / "config.json", shape, cut)
-    (out / RECORD).write_text(json.dumps(record, indent=2) + "\n")
-    with SafetensorsWriter.open(plan, out) as writer, progress("writing", plan.total_bytes, unit="bytes") as advance:
-
-        def write_tensor(name: str) -> None:
-            writer.write_bytes(name, read_cut_tensor(name, tensors, cut, plan.dtype))
-            advance(plan.bytes_of(name))
-
-        in_threads(write_tensor, plan.tensors, workers)
+    write_json(out / RECORD, record)
+    write_tensors(plan, out, lambda name: read_cut_tensor(name, tensors, cut, plan.dtype), workers, "writing")
 
 
 def read_cut_tensor(name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: torch.dtype) -> Iterator[memoryview]:
@@ -98,4 +92,4 @@ def _change_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
     config |= {key: size for names, size in changed for key in names.split(" | ") if config.get(key)}
     if config.get("layer_types"):
         config["layer_types"] = [config["layer_types"][layer] for layer in cut.layers]
-    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    write_json(file, config)

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_dppo.errors import UserError
 
@@ -170,36 +171,75 @@ def make_folder(folder: Path, setting: str) -> None:
         raise UserError(setting, folder, problem, "Name a directory that you may write to") from error
 
 
+class DirectoryKind(NamedTuple):
+    """Directories that a command makes, and may replace."""
+
+    name: str
+    """For messages: ``model directory``."""
+    mark: str
+    """A file that each has, by which an old one is known."""
+    files: tuple[str, ...]
+    """Patterns of all that may stand in one."""
+
+
 def check_replaceable(
-    out: Path, size: int, setting: str, *, mark: str, what: str, files: Sequence[str] | None = None
+    out: Path,
+    size: int,
+    setting: str,
+    kind: DirectoryKind,
+    *,
+    sources: Sequence[Path] = (),
+    overwrite: bool = True,
 ) -> None:
     """Check that a directory can be written at ``out``, and that what it replaces is a directory of the same kind.
 
     Args:
         size: bytes to be written.
-        mark: a file that such a directory has, by which an old one is known, and may be replaced.
-        what: such a directory, for the message: ``model directory``.
-        files: patterns of all that may stand in an old one; None: anything may.
+        sources: directories that are read meanwhile.
+        overwrite: whether one may be replaced.
 
     Raises:
         UserError: naming ``setting``, if ``out`` is something else than such a directory, or its disk has too little
             room.
     """
     check_folder(out, setting)
+    place = out.resolve()
+    for source in sources:
+        if place in (source.resolve(), *source.resolve().parents):
+            raise UserError(setting, out, f"{source} is read from there", "Name another directory")
     if out.is_mount():
         raise UserError(setting, out, "is a whole file system", "name a directory in it, which is made")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        if not (out / mark).is_file():
-            raise UserError(setting, out, f"is there already and is no {what}", "name another, or remove it")
-        foreign = [p.name for p in out.iterdir() if files and not any(fnmatch(p.name, allowed) for allowed in files)]
+        if out.is_dir() and not overwrite:
+            raise UserError(setting, out, "is there already", "Name another directory, or give --overwrite")
+        if not (out / kind.mark).is_file():
+            raise UserError(setting, out, f"is there already and is no {kind.name}", "name another, or remove it")
+        foreign = [p.name for p in out.iterdir() if not any(fnmatch(p.name, allowed) for allowed in kind.files)]
         if foreign:
-            problem = f"has {min(foreign)} in it, which is no part of a {what} and would be lost"
+            problem = f"has {min(foreign)} in it, which is no part of a {kind.name} and would be lost"
             raise UserError(setting, out, problem, "name another directory, or move that elsewhere")
     parent = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(parent).free
     if size > free:
         problem = f"{size / 2**30:.2f} GiB are to be written, and {parent} has {free / 2**30:.2f} GiB free"
         raise UserError(setting, out, problem, "free some space, or name a directory on another disk")
+
+
+@contextmanager
+def in_place(out: Path, setting: str) -> Iterator[Path]:
+    """As :func:`replacing_directory`; a failing file or disk becomes a UserError that names ``setting``."""
+    try:
+        with replacing_directory(out) as draft:
+            yield draft
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "Free some space, or name a directory on another disk" if full else "Mend that, and try again"
+        raise UserError(setting, out, f"was not written ({error}); nothing is left of this attempt", remedy) from error
+
+
+def write_json(file: Path, content: object) -> None:
+    """Write JSON as Hugging Face's files have it."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 LOCK, HOLDER = ".lock", "lock.json"

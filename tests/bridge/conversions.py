@@ -6,25 +6,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.bridge.convert_commands import (
-    hf_to_megatron,
-    megatron_to_hf,
-    parse_hf_to_megatron,
-    parse_megatron_to_hf,
-    run,
-)
 from megatron_dppo.bridge.safetensors_files import check_weights
+from megatron_dppo.cli import main
 from megatron_dppo.models.shape import PolicyShape, read_shape
 
 
 def to_megatron(source: Path, out: Path, *options: str) -> int:
     """Return the exit code of ``hf_to_megatron.py``."""
-    return run(hf_to_megatron, parse_hf_to_megatron([str(source), str(out), *options]))
+    return main(["convert", "from-hf", str(source), str(out), *options])
 
 
 def to_hf(checkpoint: Path, out: Path, *options: str) -> int:
     """Return the exit code of ``megatron_to_hf.py``."""
-    return run(megatron_to_hf, parse_megatron_to_hf([str(checkpoint), str(out), *options]))
+    return main(["convert", "to-hf", str(checkpoint), str(out), *options])
 
 
 def printed_error(capsys: pytest.CaptureFixture[str]) -> str:

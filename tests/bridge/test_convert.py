@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -59,9 +60,10 @@ def test_transformers_loads_a_checkpoint_named_by_itself(tmp_path: Path) -> None
 def flipping(write: Callable[..., None]) -> Callable[..., None]:
     """Flip the last bit of the weights that ``write`` has written, as a failing disk would."""
 
-    def write_and_flip(*arguments: object, **options: object) -> None:
-        write(*arguments, **options)
-        (file,) = (file for file in arguments[3].rglob("*") if file.suffix in (".distcp", ".safetensors"))
+    def write_and_flip(*arguments: Any) -> None:
+        write(*arguments)
+        out = next(place for place in reversed(arguments) if isinstance(place, Path))
+        (file,) = (file for file in out.rglob("*") if file.suffix in (".distcp", ".safetensors"))
         flip(file, 8 * file.stat().st_size - 1)
 
     return write_and_flip
@@ -71,7 +73,7 @@ def flipping(write: Callable[..., None]) -> Callable[..., None]:
     ("convert", "write", "problem"),
     [
         (to_megatron, "write_megatron", "__0_0.distcp is damaged"),
-        (to_hf, "write_hf", "weight problem differs between the two"),
+        (to_hf, "write_tensors", "weight problem differs between the two"),
     ],
 )
 def test_wrongly_written_weights_are_never_put_in_place(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.bridge.export import check_destination, export_hf, write_directory
+from megatron_dppo.bridge.export import check_destination, export_hf, write_stream
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer, list_stops, plan_files
 from megatron_dppo.bridge.safetensors_files import INDEX
 from megatron_dppo.config import LayoutConfig
@@ -18,6 +18,7 @@ from tests.bridge.conversions import contents
 from tests.bridge.directories import Sizes, assert_same_for_transformers, logits, write_qwen3
 from tests.bridge.on_ranks import loaded_policy
 from tests.ranks import RankPool
+from tests.rollout.scripted import world_of
 from tests.small_runs import write_run
 
 TP2 = LayoutConfig(tp=2)
@@ -99,7 +100,7 @@ def test_a_failure_is_raised_on_every_rank_and_changes_nothing(ranks: RankPool, 
     before = contents(tmp_path)
     errors = ranks.run(4, export_in_little_room, source, out, LayoutConfig(tp=2, dp=2), timeout=60.0)
     assert len({*errors}) == 1
-    assert errors[0].startswith(f"run.dir = {out}: the export cannot be written (File too large)")
+    assert errors[0].startswith(f"run.dir = {out}: was not written ([Errno 27] File too large)")
     assert contents(tmp_path) == before
     assert {path.name for path in tmp_path.iterdir()} == {"out", "source"}
 
@@ -108,7 +109,7 @@ def test_an_impossible_destination_is_refused_beforehand(tmp_path: Path) -> None
     (tmp_path / "work").mkdir()
     (tmp_path / "work/thesis.tex").touch()
     refusals = (
-        (tmp_path, 1, "is where the initial policy"),
+        (tmp_path, 1, "is read from there"),
         (tmp_path / "hf", 10**18, "GiB free"),
         (tmp_path / "work", 1, "is there already and is no model directory"),
     )
@@ -124,5 +125,6 @@ def test_a_failing_writer_takes_the_stream_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     buckets = iter([{}, {}, {}])
     plan = plan_files(shape, torch.float32)
-    assert isinstance(write_directory(buckets, plan, tmp_path / "source", tmp_path / "file" / "hf"), OSError)
+    with pytest.raises(UserError, match="Not a directory"):
+        write_stream(buckets, world_of(1, 0), plan, tmp_path / "file" / "hf", lambda draft: None, "run.dir")
     assert not [*buckets]

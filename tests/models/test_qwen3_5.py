@@ -121,8 +121,8 @@ def test_experts_of_a_layer_are_in_one_file(tmp_path: Path) -> None:
     """A file may exceed the limit: experts of a layer are one tensor."""
     shape = read_shape(write_family(tmp_path, MIXTURE))
     plan = plan_files(shape, torch.bfloat16, max_shard_bytes=20_000)
-    homes = {name: file for file, names in plan.files.items() for name in names}
-    assert len(plan.files) > 10
+    homes = {name: place.file for name, place in plan.tensors.items()}
+    assert len(plan.heads) > 10
     for projection in ("gate_proj", "down_proj"):
         assert len({homes[f"model.layers.1.mlp.experts.{expert}.{projection}.weight"] for expert in range(4)}) == 1
     assert homes.keys() == expected_tensors(shape).keys()

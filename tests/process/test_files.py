@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.bridge.hf_directory import MODEL
 from megatron_dppo.errors import UserError
 from megatron_dppo.process import files
 from megatron_dppo.process.files import (
@@ -29,6 +30,7 @@ from tests.bridge.conversions import contents
 HOLD = """
 import os, sys, time
 from pathlib import Path
+from megatron_dppo.bridge.hf_directory import MODEL
 from megatron_dppo.process.files import FolderLock
 held = FolderLock(Path(sys.argv[1]), "run.dir")
 if "fork" in sys.argv and os.fork() == 0:
@@ -71,7 +73,7 @@ def test_obstructed_folder_is_refused(folder: str, problem: str, tmp_path: Path)
     for refuse in (
         lambda: check_run_dir(place),
         lambda: FolderLock(place, "run.dir"),
-        lambda: check_replaceable(place, 1, "run.dir", mark="config.json", what="model directory"),
+        lambda: check_replaceable(place, 1, "run.dir", MODEL),
     ):
         with pytest.raises(UserError, match=problem) as caught:
             refuse()

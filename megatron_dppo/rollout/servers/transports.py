@@ -7,21 +7,21 @@ transport is collective, and says on every rank alike which server failed and wh
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from megatron_dppo.bridge.export import write_adapter_directory, write_directory
-from megatron_dppo.bridge.hf_directory import adapter_config, plan_adapter_file, plan_files
+from megatron_dppo.bridge.export import describe_policy, write_stream
+from megatron_dppo.bridge.hf_directory import adapter_config, plan_adapter_file, plan_files, write_adapter_config
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.config import Config, ModelConfig
-from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rollout.engine import Bucket, WeightSource
+from megatron_dppo.rollout.engine import WeightSource
 from megatron_dppo.rollout.servers.client import ServerClient, ask_all
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import sync_folder, syncs_by_files
@@ -121,21 +121,19 @@ class DiskTransport:
     def __init__(
         self, http: Http, world: World, *, shape: PolicyShape, model: ModelConfig, folder: Path, adapter: bool
     ) -> None:
-        self._http, self._world, self._model, self._folder, self._adapter = http, world, model, folder, adapter
+        self._http, self._world, self._folder, self._adapter = http, world, folder, adapter
         dtype = model.torch_dtype
         self._plan = plan_adapter_file(shape, model.lora, dtype) if adapter else plan_files(shape, dtype)
+        self._describe: Callable[[Path], None] = (
+            partial(write_adapter_config, base=model.path, lora=model.lora)
+            if adapter
+            else partial(describe_policy, model.folder, dtype=dtype)
+        )
 
     def send(self, clients: Sequence[ServerClient], source: WeightSource, version: str) -> int:
         place = self._folder.absolute() / version
-        failure: Exception | None = None
-        if self._world.in_first_copy:
-            buckets = source(to=Consumers.LEADER)
-            if self._world.leads:
-                failure = self._write(buckets, place)
-            for _ in buckets:
-                pass
-        self._world.from_leader(lambda: self._check(failure))
-
+        buckets = source(to=Consumers.LEADER) if self._world.in_first_copy else iter(())
+        write_stream(buckets, self._world, self._plan, place, self._describe, "rollout.sync.folder")
         try:
             problems = ask_all(self._world, self._http, clients, lambda client: self._load(client, place, version))
         finally:
@@ -148,19 +146,8 @@ class DiskTransport:
     def close(self) -> None:
         pass
 
-    def _write(self, buckets: Iterator[Bucket], place: Path) -> Exception | None:
-        model = self._model
-        if self._adapter:
-            return write_adapter_directory(buckets, self._plan, place, base=model.path, lora=model.lora)
-        return write_directory(buckets, self._plan, model.folder, place)
-
     async def _load(self, client: ServerClient, place: Path, version: str) -> None:
         await (client.load_adapter_from(place) if self._adapter else client.update_from_disk(place, version))
-
-    def _check(self, failure: Exception | None) -> None:
-        if failure is not None:
-            remedy = "Free some room there, or name another folder that the servers can read"
-            raise UserError("rollout.sync.folder", self._folder, f"cannot be written ({failure})", remedy)
 
 
 class AdapterTransport:
