@@ -71,10 +71,8 @@ def export(chosen: argparse.Namespace) -> None:
         make_repository(chosen.push)
     hf, shape = directory_of(checkpoint)
     policy = stored_policy(checkpoint, shape, adapters.settings if adapters else None)
-    workers = min(4, os.cpu_count() or 1)
-    check_files(policy, workers)
-    dtype = chosen_dtype(chosen, policy.dtype)
-    rows: Rows = policy.rows
+    trained = ModelConfig(dtype=writer.dtype).torch_dtype if writer and base else policy.dtype
+    dtype = chosen_dtype(chosen, trained)
     if adapters and base is None:
         kind, plan = ADAPTERS, plan_adapter_file(shape, adapters.settings, dtype)
         name = base_of(found) if chosen.push else adapters.base  # a place on this machine is nobody else's
@@ -82,9 +80,6 @@ def export(chosen: argparse.Namespace) -> None:
         millions = parameters(shape, adapters.settings) / 1e6
         weights = f"adapters of rank {adapters.rank}, {millions:,.2f} million weights, of {name}"
     else:
-        if writer and adapters and base:
-            trained = ModelConfig(dtype=writer.dtype).torch_dtype
-            dtype, rows = chosen_dtype(chosen, trained), _merge(policy, adapters, base, shape, trained, workers)
         kind, plan = MODEL, plan_files(shape, dtype)
         describe = partial(describe_policy, hf, dtype=dtype)
         weights = describe_weights(shape, dtype) + ", with the adapters merged" * (base is not None)
@@ -94,6 +89,9 @@ def export(chosen: argparse.Namespace) -> None:
         kind = kind._replace(files=(*kind.files, CARD))
     sources = [checkpoint, hf, *filter(None, [base])]
     check_replaceable(out, plan.total_bytes, "OUT", kind, sources=sources, overwrite=chosen.overwrite)
+    workers = min(4, os.cpu_count() or 1)
+    check_files(policy, workers)
+    rows: Rows = _merge(policy, adapters, base, shape, trained, workers) if adapters and base else policy.rows
     with in_place(out, "OUT") as draft:
         describe(draft)
         write_tensors(plan, draft, lambda name: rows(name, dtype), workers)
