@@ -15,7 +15,7 @@ from megatron_dppo.launch.rank import quieten
 from megatron_dppo.observe.metrics import read_metrics
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.types import Selection
+from megatron_dppo.rollout.step_rollouts import StepRollouts
 from megatron_dppo.settings import load_config
 from megatron_dppo.train import Trainer
 from megatron_dppo.trainer.preflight import preflight
@@ -28,7 +28,7 @@ class InTurn(Trainer):
         super().__init__(*parts)
         self._watch = watch
 
-    def select(self, step: int) -> Selection:
+    def select(self, step: int) -> StepRollouts:
         self._watch.turn()
         return super().select(step)
 
@@ -55,10 +55,9 @@ def main(arguments: list[str]) -> None:
     config = load_config(None, arguments)
     preflight(config, "train")
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    reward = config.reward
     with ExitStack() as to_close:
-        workers = RewardWorkers(reward.function, workers=reward.workers, timeout_s=reward.timeout_s)
-        InTurn(watch, config, world, to_close.enter_context(closing(workers)), to_close).run()
+        workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
+        InTurn(watch, config, world, workers, to_close).run()
     shut_down()
 
 

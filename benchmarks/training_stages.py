@@ -147,8 +147,8 @@ def alone() -> Iterator[None]:
 
 def _train(task: Task, config: Config, to_close: ExitStack, visit: Callable[[Trainer, str], T]) -> Iterator[T]:
     world = initialize(config.layout, seed=config.run.seed, timeout_s=config.rollout.timeout_s)
-    workers = RewardWorkers(config.reward.function, workers=1, timeout_s=config.reward.timeout_s)
-    trainer = Trainer(config, world, to_close.enter_context(closing(workers)), to_close)
+    workers = to_close.enter_context(closing(RewardWorkers.of(config.reward)))
+    trainer = Trainer(config, world, workers, to_close)
     trainer.sync(0)
     left, accuracy = dict(task.stages), [0.0, 0.0, 0.0]
     while left:
