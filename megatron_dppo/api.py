@@ -39,7 +39,7 @@ from megatron_dppo.observe.metrics import RowFollower, read_metrics
 from megatron_dppo.plugins import load_function, source_of
 from megatron_dppo.process.files import refuse_if_held, replace_text, replacing_file
 from megatron_dppo.process.lifetime import SAVED
-from megatron_dppo.rl import plan
+from megatron_dppo.rl import advantages, plan
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config as load_words
@@ -63,6 +63,7 @@ Row = dict[str, float]
 SETTINGS: Mapping[str, str] = {
     "reward": "reward.function",
     "objective": "loss.objective",
+    "advantage": "loss.advantage",
     "prompt_rule": "pruning.prompts.function",
     "completion_rule": "pruning.completions.function",
     "conversation": "rollout.conversation",
@@ -179,24 +180,28 @@ def plan_step(
     metadata: StepMetadata,
     config: Config,
     *,
+    advantage: Callable[..., Any] | None = None,
     prompt_rule: Callable[..., Any] | None = None,
     completion_rule: Callable[..., Any] | None = None,
     **of_layout: Any,
 ) -> StepPlan:
-    """:func:`megatron_dppo.rl.plan.plan_step`, also with pruning rules of one's own: given here, or named in settings.
+    """:func:`megatron_dppo.rl.plan.plan_step`, also with an estimator of advantages and pruning rules of one's own:
+    given here, or named in settings.
 
     Raises:
-        UserError: such a rule cannot be found, or does not return probabilities.
+        UserError: such a function cannot be found, or does not return what it has to.
     """
-    for what, given, rules in (
+    for what, given, functions in (
+        ("advantage", advantage, advantages),
         ("prompt_rule", prompt_rule, prompt_rules),
         ("completion_rule", completion_rule, completion_rules),
     ):
         setting = SETTINGS[what]
         if given is not None:
             config = _with_settings(config, setting.split("."), _name_of(given))
-        if (name := attrgetter(setting)(config)) is not None:
-            rules.adopt(name, given or load_function(setting, name))
+        name = attrgetter(setting)(config)
+        if name is not None and name not in advantages.ESTIMATORS:
+            functions.adopt(name, given or load_function(setting, name))
     return plan.plan_step(metadata, config, **of_layout)
 
 
@@ -205,6 +210,7 @@ def train(
     *,
     reward: Callable[..., Any] | None = None,
     objective: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     prompt_rule: Callable[..., Any] | None = None,
     completion_rule: Callable[..., Any] | None = None,
     conversation: Callable[..., Any] | None = None,
@@ -221,6 +227,8 @@ def train(
         reward: scores completions in place of ``reward.function``, in processes of its own; any signature that may be
             named there.
         objective: in place of ``loss.objective``: from :class:`~megatron_dppo.rl.losses.Tokens` to what is maximised.
+        advantage: in place of ``loss.advantage``: from rewards [Q, G] and columns to advantages, as
+            ``megatron_dppo/rl/advantages.py`` says.
         prompt_rule: in place of ``pruning.prompts.rule``: from
             :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to inclusion probabilities.
         completion_rule: in place of ``pruning.completions.rule``: from
@@ -243,6 +251,7 @@ def train(
         check=check_resume,
         reward=reward,
         objective=objective,
+        advantage=advantage,
         prompt_rule=prompt_rule,
         completion_rule=completion_rule,
         conversation=conversation,

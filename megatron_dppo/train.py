@@ -37,7 +37,7 @@ from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy, load_pools, lock_run
 from megatron_dppo.trainer.checkpoint import Checkpoints
 from megatron_dppo.trainer.collapse import CollapseGuard
-from megatron_dppo.trainer.functions import adopt_rules
+from megatron_dppo.trainer.functions import adopt_functions
 from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
 from megatron_dppo.trainer.resume import same_prompts
@@ -72,7 +72,7 @@ class Trainer:
         self.policy = assemble_policy(config, world, temperature=config.rollout.temperature)
         # A bad row is named before any server is started.
         self.pool, self.held_out, offline = load_pools(self.policy)
-        world.together(lambda: adopt_rules(config.pruning), what="import of rules")
+        world.together(lambda: adopt_functions(config), what="import of functions")
         self.learner = Learner(self.policy, self.timers)
         weights, gpu = parameters_of(self.policy.shape), GPUS[config.cluster.gpu]
         self.usage = Usage(

@@ -104,10 +104,12 @@ class LossConfig(Section):
     """An objective of your own, ``file.py:function`` or ``module:function``: what is made of each token's ratio and
     advantage, in place of what ``name`` makes of them. All else stays as ``name`` has it: how rewards become
     advantages, the ratio, the clips and the mean. null: none."""
-    deviation: Literal["population", "sample"] = "population"
-    """The standard deviation of a group that grpo, dapo, gspo, cispo, gmpo and sapo divide advantages by. population:
-    of G rewards over G, as in the paper; sample: over G - 1, as in verl, TRL, slime and SkyRL, which gives advantages
-    sqrt((G - 1)/G) times as large."""
+    advantage: str | None = None
+    """How rewards become advantages. null: as ``name`` has it; grpo: (r - mean)/std of the group, the deviation over
+    its G rewards; grpo_sample: the deviation over G - 1, as in verl, TRL, slime and SkyRL, which gives advantages
+    sqrt((G - 1)/G) times as large; dr_grpo: r - mean of the group; rloo: r - mean of the others; reinforce_pp: (r -
+    mean)/std of the minibatch; reinforce_pp_baseline: r - mean of the group, over the minibatch's deviation; or a
+    function of your own, ``file.py:function`` or ``module:function``."""
     clip_low: NonNegative | None = None
     """Clip of the ratio below 1; null: the objective's (0.2; gspo 3e-4; gmpo 0.33; cispo and rloo none). With a
     trust_region how far a token may diverge where its advantage is negative; null: 0.15 for tv, 0.05 for kl."""
@@ -145,11 +147,6 @@ class LossConfig(Section):
     def distillation_coef(self) -> float:
         """The weight of the divergence from a teacher; 0 without any."""
         return self.distillation.coef if self.distillation.named else 0.0
-
-    @property
-    def equal_groups_idle(self) -> bool:
-        """Whether groups of equal reward have no gradient."""
-        return self.kl_coef == self.distillation_coef == 0.0 and self.name != "reinforce_pp"
 
 
 class ScheduleConfig(Section):

@@ -21,6 +21,8 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.estimate.assumptions import GPUS, Assumptions, Gpu
 from megatron_dppo.models.shape import PolicyShape, check_layout
 from megatron_dppo.parallel.layout import capacity_multiple, resolve_layout
+from megatron_dppo.rl.advantages import ESTIMATORS
+from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.packing import packs_wanted
 from megatron_dppo.rl.pruning.schedule import scheduled_keep, window_size
 from megatron_dppo.rollout.servers.launch import tensor_parallel
@@ -304,7 +306,10 @@ def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, floa
     pruning, total, window = config.pruning, config.run.steps, float(window_size(config))
     keep = scheduled_keep(pruning.prompts.keep, pruning.prompts.schedule, step, total)
     threshold = 1.0 - assume.low_share
-    live = assume.mixed_share if config.loss.equal_groups_idle else 1.0
+    estimator = ESTIMATORS.get(objective_for(config.loss).advantage)
+    equal_idle = estimator is None or estimator.zero_if_equal  # the user's is not loaded
+    rewards_alone = config.loss.kl_coef == config.loss.distillation_coef == 0.0
+    live = assume.mixed_share if equal_idle and rewards_alone else 1.0
     match pruning.prompts.named:
         case "dynamic_sampling":
             rolled, usable, live = window / assume.mixed_share, window, 1.0

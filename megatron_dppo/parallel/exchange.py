@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.sequences import prompt_and_response
-from megatron_dppo.rl.types import Group, Ints, MinibatchPlan, Routing, RoutingShape, TrainingSamples
+from megatron_dppo.rl.types import (
+    Completion,
+    Floats,
+    Group,
+    Ints,
+    MinibatchPlan,
+    Routing,
+    RoutingShape,
+    TrainingSamples,
+)
 
 
 def deliver(
@@ -45,7 +54,6 @@ def _sample(
     group = held[int(samples.group[k])]
     completion = group.completions[int(samples.completion[k])]
     prompt, of = prompt_and_response(group.prompt.token_ids, completion, int(samples.sequence[k]))
-    advantage = samples.advantage[k]
     table: Routing | None = None
     if routing is not None:
         if completion.routing is None:
@@ -58,9 +66,16 @@ def _sample(
         engine_logprobs=completion.logprobs[of],
         teacher_logprobs=None if completion.teacher_logprobs is None else completion.teacher_logprobs[of],
         loss_mask=completion.loss_mask[of],
-        advantage=advantage[0] if completion.segments is None else advantage[completion.segments[of]],
+        advantage=_of_tokens(samples.advantage[k], completion, of),
         scale=float(samples.scale[k]),
         version=int(samples.version[k]),
         shared=int(samples.shared_length[k]),
         routing=table,
     )
+
+
+def _of_tokens(advantage: Floats, completion: Completion, of: slice) -> Floats | float:
+    """Return the advantages of some of a completion's tokens: of their segments, or each its own, or one of all."""
+    if completion.segments is not None:
+        return advantage[completion.segments[of]]
+    return advantage[of] if len(advantage) > 1 else float(advantage[0])

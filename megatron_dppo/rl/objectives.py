@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # prune() is used where there is neither pydantic nor torch
 
 
 Aggregation = Literal["seq_mean", "token_mean", "constant"]
-Baseline = Literal["group", "others", "batch"]
 Surrogate = Literal["clipped", "weighted", "gated", "geometric", "tv", "kl"]
 TRUST_REGIONS = {"tv": 0.15, "kl": 0.05}
 """The bounds on divergence with which arXiv:2602.04879 ran (appendix C.1)."""
@@ -42,14 +41,8 @@ class Objective:
 
     name: str
     aggregation: Aggregation
-    baseline: Baseline = "group"
-    """Reference of a reward: the mean of its group, of the group's others, or of the whole minibatch."""
-    normalise: bool = True
-    """Whether advantages are divided by the group's standard deviation."""
-    deviation: Literal["population", "sample"] = "population"
-    """The group's standard deviation: over its G rewards, or over G − 1."""
-    whiten: bool = False
-    """Whether advantages are divided by their standard deviation over the whole minibatch."""
+    advantage: str = "grpo"
+    """How rewards become advantages: a name in ``ESTIMATORS`` of ``advantages.py``, or the user's."""
     surrogate: Surrogate | Callable[..., tuple[Tensor, Tensor]] = "clipped"
     """Loss of a token from its ratio and advantage: a function in ``losses.py``, or the user's."""
     ratio: Literal["token", "sequence"] = "token"
@@ -74,7 +67,7 @@ OBJECTIVES: dict[str, Objective] = {
         # DeepSeekMath, arXiv:2402.03300
         Objective("grpo", aggregation="seq_mean"),
         # "Understanding R1-Zero-like training", arXiv:2503.20783
-        Objective("dr_grpo", aggregation="constant", normalise=False),
+        Objective("dr_grpo", aggregation="constant", advantage="dr_grpo"),
         # DAPO, arXiv:2503.14476
         Objective("dapo", aggregation="token_mean", clip_high=0.28, overlong_share=0.2),
         # GSPO, arXiv:2507.18071
@@ -82,10 +75,10 @@ OBJECTIVES: dict[str, Objective] = {
         # CISPO of MiniMax-M1, arXiv:2506.13585, which has no lower clip
         Objective("cispo", aggregation="token_mean", surrogate="weighted", clip_low=1.0, clip_high=0.28),
         # RLOO, arXiv:2402.14740, which has no clip
-        Objective("rloo", aggregation="constant", baseline="others", normalise=False, clip_low=1.0, clip_high=math.inf),
+        Objective("rloo", aggregation="constant", advantage="rloo", clip_low=1.0, clip_high=math.inf),
         # REINFORCE++ and its variant with a baseline, arXiv:2501.03262
-        Objective("reinforce_pp", aggregation="seq_mean", baseline="batch", normalise=False, whiten=True),
-        Objective("reinforce_pp_baseline", aggregation="seq_mean", normalise=False, whiten=True),
+        Objective("reinforce_pp", aggregation="seq_mean", advantage="reinforce_pp"),
+        Objective("reinforce_pp_baseline", aggregation="seq_mean", advantage="reinforce_pp_baseline"),
         # GMPO, arXiv:2507.20673: log-ratios are clipped to ±0.4
         Objective(
             "gmpo",
@@ -108,7 +101,7 @@ def objective_for(loss: LossConfig) -> Objective:
         usual = replace(usual, surrogate=loss.trust_region, clip_low=bound, clip_high=bound)
     return replace(
         usual,
-        deviation=loss.deviation,
+        advantage=loss.advantage or usual.advantage,
         tis_level=loss.tis_level,
         mask_below=usual.mask_below if loss.mask_below is None else loss.mask_below,
         mask_above=usual.mask_above if loss.mask_above is None else loss.mask_above,

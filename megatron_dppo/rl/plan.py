@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
+from megatron_dppo.rl.advantages import estimator_named
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import common_length, prompts_shared, shared_of_kept
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
@@ -27,7 +28,7 @@ from megatron_dppo.rl.sequences import alike, no_further, spread
 from megatron_dppo.rl.trees import biased_settings
 from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples, no_segments
 
-ARRAYS = [field.name for field in fields(StepMetadata) if field.name != "window"]
+ARRAYS = [field.name for field in fields(StepMetadata) if field.name not in ("window", "parts")]
 """The fields of StepMetadata that have a value for each group."""
 
 
@@ -144,7 +145,8 @@ def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
     is then what the whole window estimates, also if minibatches are unequal.
     """
     arrays = {name: getattr(metadata, name)[groups] for name in ARRAYS}
-    return StepMetadata(**arrays, window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)))
+    parts = {name: values[groups] for name, values in metadata.parts.items()}
+    return StepMetadata(**arrays, window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)), parts=parts)
 
 
 def training_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> TrainingSamples:
@@ -217,7 +219,7 @@ def notes(
             f"loss.name = {objective.name} divides by the tokens of all prompts, which are estimated where prompts are "
             "pruned: the gradient has a bias of O(1/prompts), which grpo and dr_grpo do not have"
         )
-    if (objective.whiten or objective.baseline == "batch") and (metadata.prompt_inclusion < 1.0).any():
+    if estimator_named(objective.advantage).batch_moments and (metadata.prompt_inclusion < 1.0).any():
         yield (
             f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards become advantages, are "
             "estimated, the gradient a ratio (bias O(1/prompts))"
@@ -250,4 +252,10 @@ def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMeta
     order = np.argsort(np.concatenate([part.prompt_ids for part in parts]), kind="stable")
     columns = {name: [getattr(part, name) for part in parts] for name in ARRAYS}
     columns["further_lengths"] = alike(columns["further_lengths"])
-    return StepMetadata(**{name: np.concatenate(each)[order] for name, each in columns.items()}, window=window)
+    names = sorted({name for part in parts for name in part.parts})
+    known = {n: [part.parts.get(n, np.full(part.rewards.shape, np.nan)) for part in parts] for n in names}
+    return StepMetadata(
+        **{name: np.concatenate(each)[order] for name, each in columns.items()},
+        window=window,
+        parts={name: np.concatenate(each)[order] for name, each in known.items()},
+    )

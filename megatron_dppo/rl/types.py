@@ -231,6 +231,8 @@ class StepMetadata:
     """[Q], the rank that holds the group's tokens."""
     window: float
     """N, without the share of the groups that left because their scoring failed."""
+    parts: Mapping[str, Floats] = field(default_factory=dict)
+    """[Q, G] by ``reward/NAME``, what the reward function returned besides; NaN where it returned none."""
 
     @property
     def tokens(self) -> Ints:

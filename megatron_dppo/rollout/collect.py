@@ -34,8 +34,6 @@ from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
 
-SUM, COUNT = "logged/", "logs/"
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
@@ -49,8 +47,7 @@ class RolloutBatch:
     counts: Sequence[Mapping[str, float]]
     """Sums over the groups of each rank. ``negative_logprob`` is −Σ log p over all sampled tokens, which estimates
     their entropy without bias; ``unique_tokens`` counts tokens that completions of a tree share once; ``failed_weight``
-    is Σ 1/π over the prompts whose scoring failed; ``logged/NAME`` and ``logs/NAME`` are the sum and the number of the
-    values of a reward function's metric."""
+    is Σ 1/π over the prompts whose scoring failed."""
     failures: Failures
     """Failures of all ranks."""
 
@@ -252,8 +249,8 @@ class Collector:
         """This rank's groups, their metadata, and what is counted of them (see :class:`RolloutBatch`)."""
         rollout = self._config.rollout
         groups, inclusion, raw, correct, failed = [], [], 0.0, 0, []
-        logged: dict[str, list[float]] = {}
         of_roles: list[Floats] = []
+        numbers: list[list[Mapping[str, float]]] = []
         every = zip(answers.prompts, inclusions, answers.completions, answers.scores, strict=True)
         for prompt, pi, completions, scores in every:
             known = [score for score in scores if score is not None]
@@ -263,8 +260,7 @@ class Collector:
             rewards = np.array([score.reward for score in known])
             raw += rewards.sum()
             correct += sum(score.correct for score in known)
-            for name, value in (pair for score in known for pair in score.metrics.items()):
-                logged.setdefault(name, []).append(value)
+            numbers.append([score.metrics for score in known])
             penalty = self._penalty(prompt, completions)
             groups.append(Group(prompt, completions, rewards + penalty))
             inclusion.append(pi)
@@ -272,7 +268,7 @@ class Collector:
                 by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
                 of_roles.append(np.array(by_role) + penalty[:, None])
         shape = rollout.samples_per_prompt, rollout.segments, self._world.rank
-        metadata = metadata_of(groups, np.array(inclusion), *shape, self._config.loss.distillation, of_roles)
+        metadata = metadata_of(groups, np.array(inclusion), *shape, self._config.loss.distillation, of_roles, numbers)
         logprobs = (c.logprobs[c.loss_mask] for g in groups for c in g.completions)
         counts = {
             "raw_reward": raw,
@@ -282,8 +278,6 @@ class Collector:
             "failed_weight": sum(1.0 / pi for pi in failed),
             "failed_groups": len(failed),
         }
-        counts |= {f"{SUM}{name}": sum(values) for name, values in logged.items()}
-        counts |= {f"{COUNT}{name}": len(values) for name, values in logged.items()}
         return groups, metadata, {name: float(value) for name, value in counts.items()}
 
     def _penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
@@ -298,7 +292,6 @@ class Collector:
     ) -> dict[str, float]:
         names = sorted({name for each in counts for name in each})
         total = {name: sum(each.get(name, 0.0) for each in counts) for name in names}
-        logged = [name.removeprefix(SUM) for name in names if name.startswith(SUM)]
         lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
@@ -315,7 +308,7 @@ class Collector:
             "rollout/entropy": total["negative_logprob"] / max(sampled, 1.0),
             "rollout/dropped_groups": total["failed_groups"],
             **mean_role_rewards(metadata, self._config.rollout.roles),
-            **{f"reward/{name}": total[f"{SUM}{name}"] / total[f"{COUNT}{name}"] for name in logged},
+            **{name: float(np.nanmean(values)) for name, values in metadata.parts.items()},
             "reward/timeouts": float(failures.timeouts),
             "reward/errors": float(failures.errors),
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ def metadata_of(
     owner: int,
     distillation: DistillationConfig = DistillationConfig(),  # noqa: B008
     role_rewards: Sequence[Floats] = (),
+    numbers: Sequence[Sequence[Mapping[str, float]]] = (),
 ) -> StepMetadata:
     """The metadata of one rank's groups, without the window that they stand for.
 
@@ -35,6 +36,7 @@ def metadata_of(
         owner: the rank.
         distillation: says who teaches which of them.
         role_rewards: Q of [G, S], the rewards of the roles in each conversation; empty: there are no roles.
+        numbers: Q of G, what the reward function returned besides for each completion; empty: nothing.
     """
     shape = (len(groups), samples)
 
@@ -71,6 +73,10 @@ def metadata_of(
         truncated=table(lambda g: [c.finish_reason == "length" for c in g.completions], np.bool_),
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
+        parts={
+            f"reward/{name}": np.array([[of.get(name, np.nan) for of in group] for group in numbers], np.float64)
+            for name in sorted({name for group in numbers for of in group for name in of})
+        },
     )
 
 

@@ -30,7 +30,7 @@ from megatron_dppo.rollout.engine import PartialRollout
 
 FOLDER = "rollouts"
 _STEP = "step.npz"
-_CHOSEN = "selection."
+_CHOSEN, _PART = "selection.", "parts."
 _RANKS = "broken_off_by_ranks"
 
 
@@ -136,6 +136,7 @@ def write_in_flight(place: Path, steps: Sequence[StepRollouts], world: World) ->
         if (rollouts := batch.complete) is not None:
             words = json.dumps({"metrics": rollouts.metrics, "notes": rollouts.notes, "ranks": world.size})
             known = {"words": np.array(words), **asdict(rollouts.metadata)}
+            known |= {_PART + name: values for name, values in known.pop("parts").items()}
             _save(_file(folder, world.rank), _tokens(rollouts.held))
         elif batch.partial is not None:
             known = {_RANKS: np.array(world.size)}
@@ -178,12 +179,14 @@ def _read(folder: Path, stored: dict[str, Any], pool: Sequence[Prompt], world: W
     if "words" not in stored:
         return rollouts
     words = json.loads(str(stored["words"]))
-    if missing := [field.name for field in fields(StepMetadata) if field.name not in stored]:
+    columns = [field.name for field in fields(StepMetadata) if field.name != "parts"]
+    if missing := [name for name in columns if name not in stored]:
         problem = f"its rollouts were written by another version of this package, without {', '.join(missing)}"
         remedy = f"Go on with that version, or begin another run.dir with its weights alone: model.checkpoint={place}"
         raise UserError("run.dir", place.parent.parent, problem, remedy)
-    known = {field.name: stored[field.name] for field in fields(StepMetadata)}
-    metadata = StepMetadata(**known | {"window": float(known["window"])})
+    known = {name: stored[name] for name in columns}
+    parts = {name.removeprefix(_PART): values for name, values in stored.items() if name.startswith(_PART)}
+    metadata = StepMetadata(**known | {"window": float(known["window"]), "parts": parts})
     written_by = metadata.owners
     if words["ranks"] != world.size:
         metadata = replace(metadata, owners=np.arange(len(written_by)) % world.size)

@@ -43,6 +43,7 @@ from megatron_dppo.process.files import file_digest, state_of
 
 FUNCTIONS = (
     "reward.function",
+    "loss.advantage",
     "loss.objective",
     "pruning.prompts.function",
     "pruning.completions.function",

@@ -1,5 +1,5 @@
-"""The user's own functions in a step: an objective (``loss.objective``), and rules by which prompts
-and completions are kept.
+"""The user's own functions in a step: an objective (``loss.objective``), an estimator of advantages
+(``loss.advantage``, see ``rl/advantages.py``), and rules by which prompts and completions are kept.
 
 An objective is given :class:`~megatron_dppo.rl.losses.Tokens` of a pack, R tokens of several completions, and returns
 what is to be maximised for each, [R]; or that, and which tokens it has clipped or masked, [R] of bool. It is tried out
@@ -25,9 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.config import Config, LossConfig, PruningConfig
+from megatron_dppo.config import Config, LossConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import FAILURES, in_this_process, load_function
+from megatron_dppo.rl import advantages
+from megatron_dppo.rl.advantages import ESTIMATORS
 from megatron_dppo.rl.losses import Tokens, token_losses
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
@@ -60,12 +62,16 @@ COMPLETIONS = completion_rules.CompletionCandidates(
 """Sample for a rule for completions: a mixed group, and one of equal rewards."""
 
 
-def adopt_rules(pruning: PruningConfig) -> None:
-    """Have this process know the rules of the run that are the user's.
+def adopt_functions(config: Config) -> None:
+    """Have this process know the rules and the estimator of advantages of the run that are the user's.
 
     Raises:
-        UserError: it cannot be imported, or does not return probabilities.
+        UserError: one cannot be imported, or does not return what it has to.
     """
+    pruning, own = config.pruning, config.loss.advantage
+    if own is not None and own not in ESTIMATORS:
+        advantages.adopt(own, in_this_process(load_function(advantages.SETTING, own)))
+        advantages.try_out(own)
     if (own := pruning.prompts.function) is not None:
         prompt_rules.adopt(own, in_this_process(load_function(prompt_rules.FUNCTION, own)))
         prompt_rules.prompt_rule(own).inclusion(PROMPTS, pruning.prompts.keep)

@@ -160,11 +160,11 @@ def checks_of_functions(config: Config, command: Command) -> Iterator[Check]:
     if config.rollout.conversation is not None:
         yield partial(conversation_of, config)
     rules = config.pruning.prompts.function, config.pruning.completions.function
-    if {config.loss.objective, config.rollout.engine_function, *rules} != {None}:
-        from megatron_dppo.trainer.functions import adopt_rules, engine_maker, objective_of  # torch
+    if {config.loss.advantage, config.loss.objective, config.rollout.engine_function, *rules} != {None}:
+        from megatron_dppo.trainer.functions import adopt_functions, engine_maker, objective_of  # torch
 
         yield partial(engine_maker, config)
-        yield partial(adopt_rules, config.pruning)
+        yield partial(adopt_functions, config)
         yield partial(objective_of, config.loss)
 
 

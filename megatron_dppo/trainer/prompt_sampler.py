@@ -194,7 +194,7 @@ class PromptSampler:
         self._objective = objective_for(config.loss)
         self._order = order_of(pool, config.run.seed)
         taught = config.loss.distillation_coef > 0.0
-        self.history = PromptForecast(PromptFeatures(pool), self._objective.baseline, taught=taught)
+        self.history = PromptForecast(PromptFeatures(pool), self._objective.advantage, taught=taught)
         self._inflation = 1.0
 
     def select(self, step: int) -> Selection:
@@ -244,7 +244,7 @@ class PromptSampler:
             inflation: by how much pruning multiplied the step's variance, as it is estimated.
         """
         self._inflation += (1.0 - INFLATION_KEPT) * (inflation - self._inflation)
-        segments = advantages_of_segments(metadata, self._config, self._objective)
+        segments = advantages_of_segments(metadata, self._config, self._objective.advantage)
         known = completion_candidates(metadata, self._config, self._objective, segments)
         terms = known.score * metadata.prompt_inclusion[:, None]
         return self.history.judge_and_learn(

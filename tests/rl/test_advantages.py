@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_dppo import config as cfg
-from megatron_dppo.config import Config, LossConfig, RolloutConfig
-from megatron_dppo.rl.advantages import (
-    group_advantages,
-    minibatch_advantages,
-)
-from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
+from megatron_dppo.config import Config, RolloutConfig
+from megatron_dppo.errors import UserError
+from megatron_dppo.rl.advantages import ESTIMATORS, adopt, columns_of, estimated, group_advantages, try_out
+from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import SEGMENT, StepMetadata
 from tests.rl.integration import all_plans
 from tests.rl.plans import step_config, step_metadata
@@ -30,10 +31,9 @@ def test_binary_rewards_give_the_textbook_advantages() -> None:
 
 def test_sample_deviation_divides_by_one_less() -> None:
     """Of three rewards; the fourth is no part of its group."""
-    objective = objective_for(LossConfig(deviation="sample"))
     rewards, present = np.array([[1.0, 0.0, 0.5, 7.0]]), np.array([[True, True, True, False]])
-    found = minibatch_advantages(rewards, np.ones(1), objective, present)
-    np.testing.assert_allclose(found, [[1.0, -1.0, 0.0, 0.0]], rtol=1e-12)
+    found = estimated("grpo_sample", rewards, {"inclusion": np.ones(1), "present": present})
+    np.testing.assert_allclose(found[..., 0], [[1.0, -1.0, 0.0, 0.0]], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
@@ -41,8 +41,9 @@ def test_moments_count_each_prompt_once(name: str) -> None:
     """A prompt with its answers repeated is one prompt; the weights 1/π are those of the objectives' formulas."""
     rewards, inclusion = np.array([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]), np.ones(3)
     present = np.arange(8) < np.array([[8], [4], [4]])
-    found = minibatch_advantages(np.tile(rewards, 2), inclusion, OBJECTIVES[name], present)
-    expected = minibatch_advantages(rewards, inclusion, OBJECTIVES[name])
+    found = estimated(name, np.tile(rewards, 2), {"inclusion": inclusion, "present": present})[..., 0]
+    columns = {"inclusion": inclusion, "present": np.ones(rewards.shape, np.bool_)}
+    expected = estimated(name, rewards, columns)[..., 0]
     np.testing.assert_allclose(found[:, :4], expected, rtol=1e-12)
     assert not found[1:, 4:].any()
 
@@ -95,3 +96,65 @@ def test_each_role_has_the_gradient_of_its_own_reward() -> None:
         expected += chance * rewards[said_by] @ POLICY.scores(path)[: len(path)]
     assert pruned
     np.testing.assert_allclose(total * LONGEST, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_facts_of_estimators_are_true(name: str) -> None:
+    known = ESTIMATORS[name]
+    for zero_if_equal, batch_moments in itertools.product((True, False), repeat=2):
+
+        def own(rewards: np.ndarray, columns: Mapping[str, Any]) -> Any:
+            return known.advantages(rewards, columns)
+
+        own.zero_if_equal, own.batch_moments = zero_if_equal, batch_moments  # type: ignore[attr-defined]
+        adopt("own.py:facts", own)
+        if zero_if_equal <= known.zero_if_equal and batch_moments >= known.batch_moments:
+            try_out("own.py:facts")
+        else:
+            with pytest.raises(UserError, match=r"Say so below it, NAME\.(zero_if_equal = False|batch_moments = True)"):
+                try_out("own.py:facts")
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (np.zeros((3, 5)), r"shape \(3, 5\) for rewards of \(3, 4\)"),
+        (np.full((3, 4), np.nan), "not finite"),
+        ([[np.zeros(2)] * 4] * 3, r"shape \(2,\) for a response of 1 tokens"),
+        (None, "TypeError"),
+    ],
+    ids=["shape", "NaN", "tokens", "None"],
+)
+def test_wrong_advantages_are_refused(returned: Any, problem: str) -> None:
+    adopt("own.py:wrong", lambda rewards, columns: returned)
+    with pytest.raises(UserError, match=problem):
+        try_out("own.py:wrong")
+
+
+def test_parts_of_the_reward_are_columns() -> None:
+    """NaN where a rank's reward function returned none."""
+    one, other = (step_metadata(1, 2, prompt_ids=np.array([at])) for at in (5, 3))
+    both = gather_metadata([dataclasses.replace(one, parts={"reward/short": np.ones((1, 2))}), other], window=2.0)
+    np.testing.assert_array_equal(columns_of(both)["reward/short"], [[np.nan, np.nan], [1.0, 1.0]])
+
+
+def decaying(rewards: np.ndarray, columns: Mapping[str, Any]) -> list[list[np.ndarray]]:
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    groups = zip(centred, columns["lengths"], strict=True)
+    return [[a * 0.5 ** np.arange(n) for a, n in zip(*group, strict=True)] for group in groups]
+
+
+def test_advantages_of_tokens_are_unbiased_under_pruning() -> None:
+    adopt("own.py:decaying", decaying)
+    config = step_config(name="dr_grpo", advantage="own.py:decaying")
+    rewards = np.array([[1.0, 0.0, 0.25, 0.0]])
+    lengths = np.array([[len(path) for path in PATHS]])
+    metadata = step_metadata(1, 4, rewards=rewards, response_lengths=lengths, score_norms=np.sqrt(lengths / 4.0))
+    steps = [np.arange(len(path)) for path in PATHS]
+    plans = list(all_plans(metadata, config))
+    found = sum(drawn * plan_gradient(POLICY, step, PATHS, steps) for step, drawn in plans)
+    expected = np.zeros(len(PREFIXES))
+    for path, advantages in zip(PATHS, decaying(rewards, {"lengths": lengths})[0], strict=True):
+        expected += advantages @ POLICY.scores(path)[: len(path)] / (4 * config.rollout.max_response_tokens)
+    assert min(drawn for _, drawn in plans) < 1.0
+    np.testing.assert_allclose(found, expected, rtol=1e-9)

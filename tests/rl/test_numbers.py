@@ -13,9 +13,8 @@ import torch
 from megatron_dppo import prune
 from megatron_dppo.config import TreeConfig
 from megatron_dppo.config.rollout import BranchConfig
-from megatron_dppo.rl.advantages import group_advantages, minibatch_advantages
+from megatron_dppo.rl.advantages import estimated, group_advantages
 from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth, is_right, without_rounding
-from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import mixed
@@ -93,10 +92,12 @@ def test_more_than_rounding_is_an_advantage(scale: float) -> None:
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_no_baseline_makes_an_advantage_of_rounding(name: str) -> None:
     rewards = np.array([[*EQUAL[0], 7.0], [*EQUAL[0, ::-1], -7.0]])
-    found = minibatch_advantages(rewards, np.ones(2), OBJECTIVES[name], np.arange(5) < np.array([[4], [4]]))
+    present = np.arange(5) < np.array([[4], [4]])
+    found = estimated(name, rewards, {"inclusion": np.ones(2), "present": present})
     assert (found == 0.0).all(), "the last column takes no part"
     tenths = np.full((3, 7), 0.1)
-    assert tenths[0].mean() != 0.1 and not minibatch_advantages(tenths, np.ones(3), OBJECTIVES[name]).any()
+    assert tenths[0].mean() != 0.1
+    assert not estimated(name, tenths, {"inclusion": np.ones(3), "present": np.ones((3, 7), np.bool_)}).any()
 
 
 def test_tree_has_no_advantage_of_rounding() -> None:

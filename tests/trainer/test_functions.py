@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dppo.config import Config, LossConfig, PruningConfig, RolloutConfig
+from megatron_dppo.config import Config, LossConfig, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import load_function
 from megatron_dppo.rl.losses import token_losses
 from megatron_dppo.rl.objectives import Objective
-from megatron_dppo.trainer.functions import adopt_rules, engine_maker, objective_of
+from megatron_dppo.trainer.functions import adopt_functions, engine_maker, objective_of
 from tests.ranks import RankPool
 from tests.small_runs import live, rows, small_run, write_run
 
@@ -83,6 +83,36 @@ def test_ppo_from_a_file_is_grpo(ranks: RankPool, own: Path, tmp_path: Path) -> 
     ranks.in_turn(2, (live, named), (live, given))
     assert rows(tmp_path / "given") == rows(tmp_path / "named")
     assert any(row.get("train/pg_clipfrac") for row in rows(tmp_path / "given"))
+
+
+ADVANTAGES = """
+import numpy as np
+
+def per_token(rewards, columns, decay=1.0):
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    return [[a * decay ** np.arange(n) for a, n in zip(*group)] for group in zip(centred, columns["lengths"])]
+
+def decaying(rewards, columns):
+    return per_token(rewards, columns, 0.5)
+"""
+
+
+def live_with_functions(rank: int, size: int, config: Config) -> None:
+    adopt_functions(config)
+    live(rank, size, config)
+
+
+def test_advantages_of_tokens_reach_their_tokens(ranks: RankPool, tmp_path: Path) -> None:
+    """Equal ones train as the completion's; others do not. Both are drawn alike: the tokens' norms are not known."""
+    (file := tmp_path / "own.py").write_text(ADVANTAGES)
+    folder = write_run(tmp_path / "policy")
+    found = {}
+    for name, own in {"group": "dr_grpo", "tokens": f"{file}:per_token", "decaying": f"{file}:decaying"}.items():
+        config = small_run(folder, tmp_path / name, "run.steps=2", "loss.name=dr_grpo", f"loss.advantage={own}")
+        ranks.run(2, live_with_functions, config)
+        found[name] = [row["train/grad_norm"] for row in rows(tmp_path / name) if "train/grad_norm" in row]
+    assert found["tokens"] == pytest.approx(found["group"], rel=1e-5)
+    assert all(abs(one / other - 1.0) > 0.05 for one, other in zip(found["decaying"], found["group"], strict=True))
 
 
 def test_named_objective_gives_clips_and_ratio(own: Path) -> None:
@@ -177,7 +207,7 @@ def test_process_that_a_function_forks_ends(use: str, tmp_path: Path) -> None:
     if use == "import":
         load_function("loss.objective", f"{file}:objective")
     elif use == "rule":
-        adopt_rules(PruningConfig.model_validate({"completions": {"function": f"{file}:rule", "keep": 0.5}}))
+        adopt_functions(Config.model_validate({"pruning": {"completions": {"function": f"{file}:rule", "keep": 0.5}}}))
     else:
         objective_of(LossConfig(objective=f"{file}:objective"))
     if os.getpid() != process:

@@ -77,7 +77,7 @@ def prune_minibatch(
         rng: for this one draw.
     """
     pruning = config.pruning.completions
-    segments = advantages_of_segments(part, config, objective)
+    segments = advantages_of_segments(part, config, objective.advantage)
     candidates = completion_candidates(part, config, objective, segments)
     if keep == "auto":
         keep = efficient_keep(pruning.named, candidates, generated=float(part.response_lengths.sum()))

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dppo.rl.advantages import estimator_named, squares_by_right
 from megatron_dppo.rl.numbers import without_rounding
-from megatron_dppo.rl.objectives import Baseline
 from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
 from megatron_dppo.rl.pruning.success_model import SizeModel, SuccessModel
 from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
@@ -72,22 +72,22 @@ class PredictorMetrics:
 class PromptForecast(PromptHistory):
     """The records of prompts, and models that know a prompt by its features.
 
-    E[Σ h²] of a prompt's next group is P(its rewards differ) · E[Σ h² | they do]. The first factor comes from the
-    chance of a right answer where rewards are 0 and 1, else it is predicted itself. The second, and the tokens, are
-    regressions of their logarithms on the features: what two visits to a prompt have in common beyond these was
-    measured to be nothing.
+    E[Σ h²] of a prompt's next group is E[Σ A²] · (Σ h²/Σ A²). Where rewards are 0 and 1, the first factor is Σ_k P(k of
+    G are right) · Σ A² of such a group, for which the estimator is tried out. Where they are not, the chance that the
+    group's rewards differ stands for it, which is predicted itself; or the prompt's mean Σ A², if groups of equal
+    reward have advantages, too. The second factor, and the tokens, are regressions of their logarithms on the features:
+    what two visits to a prompt have in common beyond these was measured to be nothing.
 
     Args:
         features: of the pool.
-        baseline: of the objective. With ``batch``, where a group of equal rewards has advantages, too, the first factor
-            is E[Σ A²], and the second E[Σ h²]/E[Σ A²].
+        estimator: of advantages, by its name.
         taught: whether a teacher gives every group a gradient, also those whose rewards are equal. Then E[Σ h²] is the
             regression alone, over all groups.
     """
 
-    def __init__(self, features: PromptFeatures, baseline: Baseline = "group", *, taught: bool = False) -> None:
+    def __init__(self, features: PromptFeatures, estimator: str = "grpo", *, taught: bool = False) -> None:
         super().__init__()
-        self._features, self._baseline, self._taught = features, baseline, taught
+        self._features, self._estimator, self._taught = features, estimator, taught
         self._success = SuccessModel(features.size)
         self._size, self._tokens = SizeModel(features.size), SizeModel(features.size)
 
@@ -97,11 +97,14 @@ class PromptForecast(PromptHistory):
         if self._taught:
             return self._size.predict(features)
         chance = self._success.predict(prompt_ids, features)
-        if self._baseline == "batch":
-            square = self.off_mean(chance.mean()) if self.binary else self.mean_square(prompt_ids)
-            return self._size.predict(features) * square
-        mixed = chance.mixed(group_size) if self.binary else chance.mean()
-        return mixed * self._size.predict(features)
+        if self.binary:
+            of_right = chance.of_right(group_size)
+            square = of_right @ squares_by_right(self._estimator, of_right.mean(axis=0))
+        elif estimator_named(self._estimator).zero_if_equal:
+            square = chance.mean()
+        else:
+            square = self.mean_square(prompt_ids)
+        return square * self._size.predict(features)
 
     def expected_tokens(self, prompt_ids: Ints) -> Floats:
         """Return the tokens that a completion of each prompt takes to generate, [N]; 1 for all before anything is
@@ -135,8 +138,8 @@ class PromptForecast(PromptHistory):
         sized = ((visits.advantages != 0.0).any(axis=1) | self._taught) & (visits.squares > 0.0)
         self._success.learn(visits.prompt_ids, features, *self._outcomes(visits))
         squares = visits.squares[sized]
-        if self._baseline == "batch" and not self._taught:
-            squares /= (visits.advantages[sized] ** 2).sum(axis=1)
+        if not self._taught:
+            squares /= (visits.advantages[sized] ** 2).mean(axis=1)
         self._size.learn(features[sized], squares)
         self._tokens.learn(features, visits.tokens)
         self.update(visits.prompt_ids, visits.rewards, visits.advantages)

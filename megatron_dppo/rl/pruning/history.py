@@ -134,11 +134,6 @@ class PromptHistory:
         pool = np.full(len(prompt_ids), self._sum("square") / self._sum("visits"))
         return np.divide(record["square"], record["visits"], out=pool, where=record["visits"] > 0.0)
 
-    def off_mean(self, accuracy: Floats) -> Floats:
-        """E[(r − μ)²] of rewards of 0 and 1 with the mean ``accuracy``, μ being the pool's; of any shape."""
-        mean = self.pool_mean
-        return accuracy * (1.0 - mean) ** 2 + (1.0 - accuracy) * mean**2
-
     @property
     def pool_mean(self) -> float:
         """The share of right answers, or of groups whose rewards differ, over the records of all prompts."""

@@ -8,6 +8,7 @@ policy moves on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,10 +55,11 @@ class Chance:
         expected: Floats = self._nodes() @ SHARES
         return expected
 
-    def mixed(self, group_size: int) -> Floats:
-        """[N], the probability that of so many answers some are right and some are wrong."""
-        p = self._nodes()
-        expected: Floats = (1.0 - p**group_size - (1.0 - p) ** group_size) @ SHARES
+    def of_right(self, answers: int) -> Floats:
+        """[N, answers + 1], the probability that of so many answers 0, 1, … are right."""
+        p, right = self._nodes()[..., None], np.arange(answers + 1)
+        ways = np.array([math.comb(answers, k) for k in right.tolist()], np.float64)
+        expected: Floats = SHARES @ (ways * p**right * (1.0 - p) ** (answers - right))
         return expected
 
     def log_likelihood(self, right: Floats, trials: Floats) -> Floats:

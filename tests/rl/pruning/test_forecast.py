@@ -147,7 +147,7 @@ def test_tokens_of_unseen_prompts_are_predicted():
 @pytest.mark.parametrize("scale", [1.0, 0.5], ids=["binary", "graded"])
 def test_prompts_far_from_the_mean_of_the_minibatch_have_large_squares(scale):
     """A quarter of the prompts is never right, the others always."""
-    known, never = PromptForecast(PromptFeatures(SUMS), "batch"), IDS % 4 == 0
+    known, never = PromptForecast(PromptFeatures(SUMS), "reinforce_pp"), IDS % 4 == 0
     rewards = scale * RIGHT * ~never[:, None]
     advantages = rewards - 0.75 * scale
     learn(known, SEEN, rewards, advantages=advantages, squares=(advantages**2).sum(axis=1))

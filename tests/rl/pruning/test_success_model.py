@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -78,7 +80,8 @@ def test_expectations_are_those_of_the_logits_distribution():
     p = sigmoid(0.4 + np.sqrt(1.7) * np.random.default_rng(0).standard_normal(400_000))
     chance = Chance(np.array([0.4]), np.array([1.7]))
     assert chance.mean()[0] == pytest.approx(p.mean(), abs=2e-3)
-    assert chance.mixed(8)[0] == pytest.approx((1 - p**8 - (1 - p) ** 8).mean(), abs=2e-3)
+    expected = [(math.comb(4, k) * p**k * (1 - p) ** (4 - k)).mean() for k in range(5)]
+    np.testing.assert_allclose(chance.of_right(4)[0], expected, atol=2e-3)
     seen = chance.log_likelihood(np.array([3.0]), np.array([8.0]))[0]
     assert seen == pytest.approx(np.log((p**3 * (1 - p) ** 5).mean()), abs=1e-2)
 
