@@ -33,6 +33,7 @@ from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.conversation_functions import check_turns
+from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.scoring import Failures, ScoredCompletions, check_failures, together
 
 MATH = "math"
@@ -178,12 +179,15 @@ class Evaluator:
         asked = {
             verifier: collector.ask(
                 prompts[verifier],
-                samples=settings.samples,
-                temperature=temperature_of(self._config),
-                seed=self._seed,
-                max_tokens=self._config.answer_tokens,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
+                Sampling(
+                    samples=settings.samples,
+                    max_tokens=self._config.answer_tokens,
+                    temperature=temperature_of(self._config),
+                    stop_token_ids=collector.stop_token_ids,
+                    seed=self._seed,
+                    top_p=settings.top_p,
+                    top_k=settings.top_k,
+                ),
             )
             for verifier, collector in self._collectors.items()
         }

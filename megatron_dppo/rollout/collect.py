@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.config import BranchConfig, Config
+from megatron_dppo.config import Config
 from megatron_dppo.data.offline import OfflineGroup, held_by
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.sequences import check_sequences, longest_response
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
-from megatron_dppo.rollout.engine import PartialRollout, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import Failures, GroupScoring, ScoredCompletions, check_failures, together
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
@@ -72,7 +72,7 @@ class Collector:
         ``teachers`` read all."""
         self._config, self._world = config, world
         self._engine, self.workers, self._tokenizer = engine, workers, tokenizer
-        self._stops, self._routing, self._offline, self._teachers = stop_token_ids, routing, offline, teachers
+        self.stop_token_ids, self._routing, self._offline, self._teachers = stop_token_ids, routing, offline, teachers
 
     def request(self, pool: PromptPool, rollouts: StepRollouts, again: int = 0) -> StepRollouts:
         """Ask the engine for this rank's share of a step's rollouts, or for what is missing of it. ``again`` counts the
@@ -82,16 +82,19 @@ class Collector:
         rollouts.prompts = prompts
         if self._offline is not None:
             return rollouts
-        rollouts.pending = self.ask(
-            prompts,
+        sampling = Sampling(
             samples=rollout.samples_per_prompt,
-            temperature=rollout.temperature,
             max_tokens=rollout.max_response_tokens,
+            temperature=rollout.temperature,
+            stop_token_ids=self.stop_token_ids,
             seed=engine_seed(self._config.run.seed, rollouts.step, Purpose.SAMPLING, again),
             routing=self._routing,
             branches=rollout.tree.branches,
-            progress=rollouts.partial,
         )
+        if rollouts.partial is None:
+            rollouts.pending = self.ask(prompts, sampling)
+        else:
+            rollouts.pending = self._engine.go_on(prompts, sampling, rollouts.partial)
         return rollouts
 
     def break_off(self, under_way: Sequence[StepRollouts]) -> bool:
@@ -155,35 +158,8 @@ class Collector:
             return np.flatnonzero(held_by(rank, ranks, selection.prompt_ids))
         return np.arange(rank, len(selection.prompt_ids), ranks)
 
-    def ask(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        samples: int,
-        temperature: float,
-        seed: int,
-        max_tokens: int,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        routing: RoutingShape | None = None,
-        branches: tuple[BranchConfig, ...] = (),
-        progress: Sequence[PartialRollout] | None = None,
-    ) -> Any:
-        """Have the engine begin with completions of this rank's prompts (there may be none), or go on with them; what
-        it returns is for :meth:`answers`."""
-        sampling = Sampling(
-            samples=samples,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            stop_token_ids=self._stops,
-            seed=seed,
-            top_p=top_p,
-            top_k=top_k,
-            routing=routing,
-            branches=branches,
-        )
-        if progress is not None:
-            return self._engine.go_on(prompts, sampling, progress)
+    def ask(self, prompts: Sequence[Prompt], sampling: Sampling) -> Any:
+        """Request completions of this rank's prompts (there may be none), for :meth:`answers`."""
         return self._engine.begin(prompts, sampling)
 
     def answers(self, prompts: Sequence[Prompt], pending: Any, *, of_all: int) -> ScoredCompletions:

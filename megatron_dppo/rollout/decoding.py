@@ -23,7 +23,7 @@ from megatron_dppo.process.streams import moved
 from megatron_dppo.rl.types import Completion, Routing, VersionSpan
 from megatron_dppo.rollout.decoder import Decoder, RolloutCache, Routers, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.tree import Prefix, TreePath, grown, wants_entropies
+from megatron_dppo.rollout.tree import Prefix, TreePath, grown
 
 PREFILL_TOKENS = 16384
 """Most tokens of stems that are read at once, padding included."""
@@ -68,7 +68,7 @@ class Decoding:
         self._uniforms = without_waiting(uniforms_of(stems, sampling, width), device)
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
-        self._entropies = torch.zeros_like(self._logprobs) if wants_entropies(sampling.branches) else None
+        self._entropies = torch.zeros_like(self._logprobs) if sampling.entropies else None
         self._stops = without_waiting(np.array(sampling.stop_token_ids, np.int64), device)
         self._record = routers.listen(sampling.routing, count, width)
         common = None if self._record or device.type == "cuda" else self._read_common()

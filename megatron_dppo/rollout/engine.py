@@ -42,8 +42,12 @@ Pending = TypeVar("Pending")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. Log-probabilities are those of the temperature-scaled distribution, unless ``top_p`` or ``top_k``
-    is set: no caller then reads them."""
+    """Sampling settings of a request, to the local engine or a server.
+
+    ``Sampling(samples=8, max_tokens=64, temperature=1.0, stop_token_ids=(0,), seed=7)`` requests eight completions of
+    each prompt, each of at most 64 tokens. Log-probabilities are those of the temperature-scaled distribution, unless
+    ``top_p`` or ``top_k`` is set: no caller then reads them.
+    """
 
     samples: int
     """Completions per prompt."""
@@ -62,6 +66,16 @@ class Sampling:
     branches: tuple[BranchConfig, ...] = ()
     """Where completions fork, level by level: the ``samples`` are then the leaves of a tree (see ``rollout/tree.py``).
     Empty: each is sampled by itself."""
+
+    @property
+    def entropies(self) -> bool:
+        """Whether forks need the entropy of each token's distribution."""
+        return any(branch.entropy is not None for branch in self.branches)
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """Truncation of the distribution, as SGLang and vLLM read it. Without it, a server's own defaults apply."""
+        return {"top_p": self.top_p or 1.0, "top_k": self.top_k or -1, "min_p": 0.0}
 
     def seed_at(self, *place: int) -> int:
         """A seed of 31 bits for one place of what is sampled: a prompt's id, a number of a completion, and so on."""

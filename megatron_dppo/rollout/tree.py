@@ -98,10 +98,6 @@ def leaves_below(branches: Branches, level: int) -> int:
     return math.prod(branch.children for branch in branches[level:])
 
 
-def wants_entropies(branches: Branches) -> bool:
-    return any(branch.entropy is not None for branch in branches)
-
-
 def fork_positions(
     branches: Branches, length: int, entropies: Entropies | None, before: Sequence[int] = ()
 ) -> tuple[int, ...]:

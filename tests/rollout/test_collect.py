@@ -14,6 +14,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import RoutingShape, Selection, StepMetadata, VersionSpan
 from megatron_dppo.rollout.collect import Collector
+from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.metadata import staleness
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from tests.rollout.scripted import (
@@ -178,7 +179,7 @@ def test_trees_fork_in_training_alone_and_shared_tokens_count_once(tokenizer: To
     np.testing.assert_allclose(segments["logprob"][0, 0], np.log([0.8**3, 0.5**3, 0.1**2]), rtol=1e-6)
     assert result.metrics["rollout/generated_tokens"] == 8 * 8
     assert result.metrics["rollout/unique_tokens"] == (8 + 2 + 5 + 2) + (8 + 5)
-    bench.collector.ask([pool_of(10)[6]], samples=4, temperature=1.0, seed=1, max_tokens=8)
+    bench.collector.ask([pool_of(10)[6]], Sampling(4, 8, 1.0, (), seed=1))
     assert [len(sampling.branches) for _, sampling in bench.engine.asked] == [2, 0]
     with pytest.raises(UserError, match="that did not fork"):
         Bench(tokenizer, {2: said("score 1") * 8}, *settings).collect()
@@ -303,7 +304,7 @@ def test_completions_without_routing_to_replay_are_refused(tokenizer: Tokenizer)
         bench = Bench(tokenizer, {4: MIXED}, world=world, routing=shape)
         with pytest.raises(UserError, match="a completion came without") as caught:
             bench.collect()
-        bench.collector.ask([pool_of(10)[4]], samples=1, temperature=1.0, seed=1, max_tokens=8)
+        bench.collector.ask([pool_of(10)[4]], Sampling(1, 8, 1.0, (), seed=1))
         return caught.value.setting, [sampling.routing for _, sampling in bench.engine.asked]
 
     assert as_ranks(2, on_a_rank) == [("loss.replay_routing", [shape, None])] * 2

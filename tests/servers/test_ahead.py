@@ -16,7 +16,7 @@ import torch
 
 from megatron_dppo.data.prompts import load_prompts
 from megatron_dppo.data.tokenizer import load_tokenizer
-from megatron_dppo.rollout.servers.client import GenerateRequest
+from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.http import Http
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.settings import load_config
@@ -61,8 +61,8 @@ def sample_lengths(server: RealServer, http: Http, settings: Sequence[str]) -> l
 
     async def sample() -> list[int]:
         pool = load_prompts(config.data, load_tokenizer(config.model.path), split="train")
-        requests = [GenerateRequest(p.token_ids.tolist(), 4, LONGEST, 1.0, STOPS, seed=1000 + p.id) for p in pool]
-        groups = await asyncio.gather(*(server.api.generate(each, timeout_s=120.0) for each in requests))
+        requests = [(p.token_ids.tolist(), Sampling(4, LONGEST, 1.0, STOPS, seed=1000 + p.id)) for p in pool]
+        groups = await asyncio.gather(*(server.api.generate(*each, timeout_s=120.0) for each in requests))
         return [len(result.token_ids) for group in groups for result in group]
 
     return http.run(sample())

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.data.tokenizer import load_tokenizer
 from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import (
     INCOMPLETE,
     TOP_LOGPROBS,
-    GenerateRequest,
     GenerateResult,
     Manifest,
     ServerClient,
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.servers
 
 PROMPT = [5 + i % 40 for i in range(200)]
 """Longer than a block of a server's cache, so that a cache that was not flushed shows."""
-REQUEST = GenerateRequest(PROMPT, samples=1, max_tokens=24, temperature=1.0, stop_token_ids=(), seed=None)
+SAMPLING = Sampling(samples=1, max_tokens=24, temperature=1.0, stop_token_ids=(), seed=0)
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -71,7 +72,7 @@ class Served:
         return self.http.run(getattr(self.api, name)(*arguments))
 
     def start(self, **changes: Any) -> Future[list[GenerateResult]]:
-        return self.http.start(self.api.generate(replace(REQUEST, **changes), timeout_s=120.0))
+        return self.http.start(self.api.generate(PROMPT, replace(SAMPLING, **changes), timeout_s=120.0))
 
     def generate(self, **changes: Any) -> list[GenerateResult]:
         return self.start(**changes).result()
@@ -233,7 +234,7 @@ def test_a_paused_server_is_well(vllm: Served) -> None:
 def test_a_stranger_can_neither_ask_nor_change_anything(served: Served) -> None:
     for secret in (None, "another"):
         stranger = spec_of(served.server.kind).client(served.api.url, served.http, secret=secret, timeout_s=10.0)
-        generate = partial(stranger.generate, REQUEST, timeout_s=10.0)
+        generate = partial(stranger.generate, PROMPT, SAMPLING, timeout_s=10.0)
         for request in (generate, stranger.version, stranger.resume, stranger.flush, stranger.begin_update):
             with pytest.raises(ServerError, match="401"):
                 served.http.run(request())
@@ -258,7 +259,7 @@ def test_entropies_are_those_of_the_scaled_distribution(
     serve: Callable[..., Served], old: Weights, kind: Kind, likeliest: int
 ) -> None:
     served, temperature = serve(kind), 0.9
-    (result,) = served.generate(temperature=temperature, entropies=True)
+    (result,) = served.generate(temperature=temperature, branches=(BranchConfig(entropy=1.0),))
     expected = served.distributions(old, PROMPT, result.token_ids, temperature).topk(likeliest).values
     np.testing.assert_allclose(result.entropies, least_entropies(expected.tolist()), atol=10 * AGREES)
 

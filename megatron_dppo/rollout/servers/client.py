@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import Routing, RoutingShape
+from megatron_dppo.rl.types import Routing
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable
 
 if TYPE_CHECKING:  # what runs servers needs neither torch nor Megatron
     import torch
 
     from megatron_dppo.parallel.world import World
+    from megatron_dppo.rollout.engine import Sampling
 
 InFlight = Literal["retract", "keep", "abort"]
 """Fate of unfinished requests when a server pauses; see ``rollout.sync.in_flight``."""
@@ -60,34 +61,6 @@ class ServerInfo:
     """Most ranks of an adapter that it takes; 0: it takes none."""
     lora_targets: frozenset[str] = frozenset()
     """Matrices that an adapter may be for, by their Hugging Face names."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """A request for completions of one prompt.
-
-    ``GenerateRequest([3, 4, 5], samples=8, max_tokens=64, temperature=1.0, stop_token_ids=[0], seed=7)`` asks for eight
-    continuations of three tokens, each of at most 64 tokens.
-    """
-
-    token_ids: Sequence[int]
-    samples: int
-    max_tokens: int
-    temperature: float
-    stop_token_ids: Sequence[int]
-    seed: int | None
-    """Used where the server takes seeds. Whether the same seed gives the same completion depends on the server."""
-    top_p: float | None = None
-    top_k: int | None = None
-    routing: RoutingShape | None = None
-    """Shape of the routing that the server reports; None: no routing."""
-    entropies: bool = False
-    """Whether it is to tell enough of each token's distribution for :func:`least_entropies`."""
-
-    @property
-    def sampled_from(self) -> dict[str, float]:
-        """Which tokens SGLang and vLLM sample from. Nothing is left to a server's own defaults."""
-        return {"top_p": self.top_p or 1.0, "top_k": self.top_k or -1, "min_p": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +202,9 @@ class ServerClient(ABC):
         )
 
     def routing(
-        self, request: GenerateRequest, length: int, reason: str, told: NDArray[np.integer] | None
+        self, sampling: Sampling, prompt: int, length: int, reason: str, told: NDArray[np.integer] | None
     ) -> Routing | None:
-        """Parse a server's routing for a continuation of ``length`` tokens.
+        """Parse a server's routing for ``length`` tokens after a prompt of ``prompt`` tokens.
 
         A request that is aborted while it waits has none. The next request's begins with the prompt again.
 
@@ -239,12 +212,12 @@ class ServerClient(ABC):
             ServerError: the requested routing is missing or impossible.
             ServerError: it was asked and told nothing, or what cannot be.
         """
-        shape = request.routing
+        shape = sampling.routing
         if shape is None or length == 0 or (told is None and reason == "abort"):
             return None
         if told is None:
             raise ServerError(self.url, f"did not say which experts it chose: start it with {ROUTING_FLAG}", alive=True)
-        wanted = (len(request.token_ids) + length - 1, shape.layers, shape.per_token)
+        wanted = (prompt + length - 1, shape.layers, shape.per_token)
         if told.size != math.prod(wanted) or told.min(initial=0) < 0 or told.max(initial=0) >= shape.experts:
             experts = f"{told.size} experts up to number {told.max(initial=0)}"
             problem = f"named {experts}, not {wanted[1]} x {wanted[2]} of {shape.experts} for {wanted[0]} tokens"
@@ -263,8 +236,8 @@ class ServerClient(ABC):
         """Return once the server has shown that it can generate."""
 
     @abstractmethod
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        """``request.samples`` results, in no particular order."""
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float) -> list[GenerateResult]:
+        """Return ``sampling.samples`` continuations of ``token_ids``, in no particular order."""
 
     @abstractmethod
     async def pause(self, in_flight: InFlight) -> None: ...

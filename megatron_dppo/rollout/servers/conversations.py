@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -19,7 +19,7 @@ import numpy as np
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, TryAgainError, joined
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
+from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
 
 AGAIN_S = 0.3
@@ -61,28 +61,16 @@ class ConversationClient(Client):
         made: list[int] = []
         while len(made) < limit:
             place = (self.prompt.id, self.number, len(self.generated), len(made))
-            request = GenerateRequest(
-                token_ids=[*context, *made],
-                samples=1,
-                max_tokens=limit - len(made),
-                temperature=self.sampling.temperature,
-                stop_token_ids=stops,
-                seed=self.sampling.seed_at(*place),
-                top_p=self.sampling.top_p,
-                top_k=self.sampling.top_k,
-                routing=self.sampling.routing,
-            )
-            result = await readable(self.server.url, self._result(request))
+            seed, left = self.sampling.seed_at(*place), limit - len(made)
+            sampling = replace(self.sampling, samples=1, max_tokens=left, stop_token_ids=stops, seed=seed)
+            answer = self.server.generate([*context, *made], sampling, timeout_s=self.timeout_s)
+            (result,) = await readable(self.server.url, answer)
             parts.append(completion_of(result, self.spans(result.versions)))
             made += result.token_ids.tolist()
             if result.reason != "abort":
                 break
             await asyncio.sleep(AGAIN_S)
         return joined(parts)
-
-    async def _result(self, request: GenerateRequest) -> GenerateResult:
-        (result,) = await self.server.generate(request, timeout_s=self.timeout_s)
-        return result
 
 
 class Conversations:

@@ -25,10 +25,9 @@ from typing import Any
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.engine import PartialRollout, Sampling
 from megatron_dppo.rollout.servers.batch import PartialCompletion, RequestBatch, alike_so_far
-from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult, ServerClient
+from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.conversations import ConversationError, Conversations, completion_of
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
-from megatron_dppo.rollout.tree import wants_entropies
 
 PROBE_S = 5.0
 """How long a server, whose connection broke, may take to say that it lives."""
@@ -223,7 +222,16 @@ class Dispatcher:
             sampling = replace(batch.sampling, samples=len(samples))
             answer = self._conversations(client, batch.prompts[index], sampling, read_versions)
         else:
-            answer = client.generate(self._request(batch, samples, attempt), timeout_s=self._timeout_s)
+            first, sampling = samples[0], batch.sampling
+            sampling = replace(
+                sampling,
+                samples=len(samples),
+                max_tokens=sampling.max_tokens - first.length,
+                # Not the seed of the part before: a generator that begins anew would repeat the luck of its first
+                # tokens.
+                seed=sampling.seed_at(first.stem.prompt.id, first.slot, attempt, first.length),
+            )
+            answer = client.generate(first.token_ids, sampling, timeout_s=self._timeout_s)
         asked = self._asked[client]
         task: asyncio.Task[Sequence[GenerateResult | Completion]] = asyncio.create_task(readable(client.url, answer))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains
@@ -254,22 +262,6 @@ class Dispatcher:
             aborted = isinstance(result, GenerateResult) and result.reason == "abort"
             sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
-
-    def _request(self, batch: RequestBatch, samples: Sequence[PartialCompletion], attempt: int) -> GenerateRequest:
-        sampling, first = batch.sampling, samples[0]
-        return GenerateRequest(
-            token_ids=first.token_ids,
-            samples=len(samples),
-            max_tokens=sampling.max_tokens - first.length,
-            temperature=sampling.temperature,
-            stop_token_ids=sampling.stop_token_ids,
-            # Not the seed of the part before: a generator that begins anew would repeat the luck of its first tokens.
-            seed=sampling.seed_at(first.stem.prompt.id, first.slot, attempt, first.length),
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            routing=sampling.routing,
-            entropies=wants_entropies(sampling.branches),
-        )
 
     def _spans(self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]) -> list[VersionSpan]:
         spans = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,6 @@ from megatron_dppo.rollout.servers.client import (
     ADAPTER,
     INCOMPLETE,
     TOP_LOGPROBS,
-    GenerateRequest,
     GenerateResult,
     InFlight,
     Manifest,
@@ -45,6 +44,8 @@ from megatron_dppo.rollout.servers.launch import EngineSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron_dppo.rollout.engine import Sampling
 
 PAUSES: Mapping[InFlight, str] = {"retract": "retract", "keep": "in_place", "abort": "abort"}
 
@@ -83,27 +84,28 @@ class SglangClient(ServerClient):
     async def health(self, timeout_s: float) -> None:
         await self.get("/health_generate", timeout_s=timeout_s)
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        sampling: dict[str, Any] = {
-            "temperature": request.temperature,
-            "max_new_tokens": request.max_tokens,
-            "stop_token_ids": list(request.stop_token_ids),
-            **request.sampled_from,
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float) -> list[GenerateResult]:
+        parameters: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            **sampling.truncation,
         }
         body: dict[str, Any] = {"return_logprob": True}
-        if request.routing is not None:
+        if sampling.routing is not None:
             body["return_routed_experts"] = True
-        if request.entropies:
+        if sampling.entropies:
             body["top_logprobs_num"] = TOP_LOGPROBS
         if await self._deterministic():
-            body["input_ids"] = [list(request.token_ids)] * request.samples
-            seed = request.seed or 0
-            body["sampling_params"] = [sampling | {"sampling_seed": seed + i} for i in range(request.samples)]
+            body["input_ids"] = [list(token_ids)] * sampling.samples
+            body["sampling_params"] = [
+                parameters | {"sampling_seed": sampling.seed + i} for i in range(sampling.samples)
+            ]
         else:
-            body |= {"input_ids": list(request.token_ids), "sampling_params": sampling | {"n": request.samples}}
+            body |= {"input_ids": list(token_ids), "sampling_params": parameters | {"n": sampling.samples}}
         answers = await self.post("/generate", body, timeout_s=timeout_s)
         answers = answers if isinstance(answers, list) else [answers]
-        return [self._result(answer, request) for answer in answers]
+        return [self._result(answer, len(token_ids), sampling) for answer in answers]
 
     async def pause(self, in_flight: InFlight) -> None:
         await self.post("/pause_generation", {"mode": PAUSES[in_flight]})
@@ -208,7 +210,7 @@ class SglangClient(ServerClient):
             raise ServerError(self.url, f"refused {path}: {answer}", alive=True)
         return answer
 
-    def _result(self, answer: Mapping[str, Any], request: GenerateRequest) -> GenerateResult:
+    def _result(self, answer: Mapping[str, Any], prompt: int, sampling: Sampling) -> GenerateResult:
         meta, tokens = answer["meta_info"], answer["output_ids"]
         reason = meta["finish_reason"]["type"]
         logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
@@ -216,7 +218,7 @@ class SglangClient(ServerClient):
             said = f"{len(tokens)} tokens, {len(logprobs)} log-probabilities, finish reason {meta['finish_reason']}"
             raise ServerError(self.url, f"gave an answer that cannot be used: {said}", alive=True)
         entropies = None
-        if request.entropies:
+        if sampling.entropies:
             entropies = least_entropies([[entry[0] for entry in top] for top in meta.get("output_top_logprobs") or ()])
             if len(entropies) != len(tokens):
                 said = f"{len(tokens)} tokens, and the likeliest ones of {len(entropies)}"
@@ -229,7 +231,7 @@ class SglangClient(ServerClient):
             logprobs=as_logprobs(logprobs),
             versions=tuple((str(s["version"]), s["end"] - s["start"]) for s in spans if s["end"] > s["start"]),
             reason=reason,
-            routing=self.routing(request, len(tokens), reason, routing),
+            routing=self.routing(sampling, prompt, len(tokens), reason, routing),
             entropies=entropies,
         )
 

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ from megatron_dppo.rollout.servers.client import (
     CONTROL_S,
     INCOMPLETE,
     TOP_LOGPROBS,
-    GenerateRequest,
     GenerateResult,
     InFlight,
     Manifest,
@@ -48,6 +47,9 @@ from megatron_dppo.rollout.servers.client import (
 )
 from megatron_dppo.rollout.servers.http import ServerError
 from megatron_dppo.rollout.servers.launch import EngineSpec
+
+if TYPE_CHECKING:
+    from megatron_dppo.rollout.engine import Sampling
 
 PLUGIN = Path(__file__).parent / "vllm_plugin"
 EXTENSION = "megatron_dppo_vllm.worker.WorkerExtension"
@@ -121,27 +123,27 @@ class VllmClient(ServerClient):
         await self.get("/health", timeout_s=timeout_s)
         await self.post("/collective_rpc", {"method": "synchronize_device"}, timeout_s=timeout_s)
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
-        """vLLM makes only one greedy sample, since all are the same; it is returned ``request.samples`` times."""
-        greedy = request.temperature == 0
-        sampling: dict[str, Any] = {
-            "n": 1 if greedy else request.samples,
-            "temperature": request.temperature,
-            "max_tokens": request.max_tokens,
-            "stop_token_ids": list(request.stop_token_ids),
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float) -> list[GenerateResult]:
+        """vLLM makes only one greedy sample, since all are the same; it is returned ``sampling.samples`` times."""
+        greedy = sampling.temperature == 0
+        parameters: dict[str, Any] = {
+            "n": 1 if greedy else sampling.samples,
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": True,
-            **request.sampled_from,
-            "logprobs": TOP_LOGPROBS if request.entropies else 0,
+            **sampling.truncation,
+            "logprobs": TOP_LOGPROBS if sampling.entropies else 0,
             "detokenize": False,
         }
-        if request.seed is not None and self.seeded:
-            sampling["seed"] = request.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
-        body = {"token_ids": list(request.token_ids), "sampling_params": sampling}
+        if self.seeded:
+            parameters["seed"] = sampling.seed & (2**62 - 1)  # vLLM adds the sample's number, in 64 bits with a sign
+        body = {"token_ids": list(token_ids), "sampling_params": parameters}
         if self.adapted:
             body["model"] = ADAPTER
         answer = await self.post("/inference/v1/generate", body, timeout_s=timeout_s)
-        results = [self._result(choice, request) for choice in answer["choices"]]
-        return results * request.samples if greedy else results
+        results = [self._result(choice, len(token_ids), sampling) for choice in answer["choices"]]
+        return results * sampling.samples if greedy else results
 
     async def pause(self, in_flight: InFlight) -> None:
         mode = "abort" if in_flight == "abort" else "keep"
@@ -266,7 +268,7 @@ class VllmClient(ServerClient):
         if not answer["success"]:
             raise ServerError(self.url, "did not drop its cache: requests still hold parts of it", alive=True)
 
-    def _result(self, choice: Mapping[str, Any], request: GenerateRequest) -> GenerateResult:
+    def _result(self, choice: Mapping[str, Any], prompt: int, sampling: Sampling) -> GenerateResult:
         tokens, reason = choice["token_ids"], choice["finish_reason"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         spans = choice["weight_versions"] or []
@@ -283,8 +285,8 @@ class VllmClient(ServerClient):
             logprobs=as_logprobs(logprobs),
             versions=tuple((str(span["version"]), count) for span, count in zip(spans, counts, strict=True)),
             reason=reason,
-            routing=self.routing(request, len(tokens), reason, routing),
-            entropies=_least_entropies(choice["logprobs"]["content"]) if request.entropies else None,
+            routing=self.routing(sampling, prompt, len(tokens), reason, routing),
+            entropies=_least_entropies(choice["logprobs"]["content"]) if sampling.entropies else None,
         )
 
 

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.batch import RequestBatch
-from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
+from megatron_dppo.rollout.servers.client import GenerateResult
 from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import Http, ServerError
@@ -26,6 +26,13 @@ SAMPLES = 3
 SAMPLING = Sampling(SAMPLES, max_tokens=8, temperature=1.0, stop_token_ids=(0,), seed=1)
 VERSION = 5
 """Oldest version that a batch accepts."""
+
+
+class Request(NamedTuple):
+    """Arguments of :meth:`ServerClient.generate`."""
+
+    token_ids: Sequence[int]
+    sampling: Sampling
 
 
 class Script(SglangClient):
@@ -39,15 +46,16 @@ class Script(SglangClient):
     """
 
     def __init__(
-        self, http: Http, answer: Answer, name: str = "a", holds: Callable[[GenerateRequest], bool] | None = None
+        self, http: Http, answer: Answer, name: str = "a", holds: Callable[[Request], bool] | None = None
     ) -> None:
         super().__init__(f"http://{name}:1", http)
         self._answer, self._holds = answer, holds
-        self.requests: list[GenerateRequest] = []
+        self.requests: list[Request] = []
         self.alive = True
         self.in_flight = self.most_in_flight = 0
 
-    async def generate(self, request: GenerateRequest, *, timeout_s: float) -> list[GenerateResult]:
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, *, timeout_s: float) -> list[GenerateResult]:
+        request = Request(token_ids, sampling)
         self.requests.append(request)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -70,7 +78,7 @@ class Script(SglangClient):
         self.fail("broke off")
 
 
-Answer: TypeAlias = Callable[[Script, GenerateRequest], list[GenerateResult]]
+Answer: TypeAlias = Callable[[Script, Request], list[GenerateResult]]
 
 
 def result_of(tokens: Sequence[int], *, version: str = str(VERSION), reason: str = "stop") -> GenerateResult:

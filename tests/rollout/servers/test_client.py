@@ -13,20 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.types import RoutingShape
-from megatron_dppo.rollout.servers.client import (
-    ROUTING_FLAG,
-    GenerateRequest,
-    Manifest,
-    ServerClient,
-    least_entropies,
-)
+from megatron_dppo.rollout.engine import Sampling
+from megatron_dppo.rollout.servers.client import ROUTING_FLAG, Manifest, ServerClient, least_entropies
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.rollout.servers.vllm import EXTENSION, GIVEN_BY, LOAD_ADAPTER, VllmClient
 
-REQUEST = GenerateRequest([3, 4], samples=1, max_tokens=8, temperature=1.0, stop_token_ids=(5, 6), seed=7)
-ROUTED = replace(REQUEST, routing=RoutingShape(layers=3, per_token=2, experts=6))
+PROMPT = [3, 4]
+SAMPLING = Sampling(samples=1, max_tokens=8, temperature=1.0, stop_token_ids=(5, 6), seed=7)
+ROUTED = replace(SAMPLING, routing=RoutingShape(layers=3, per_token=2, experts=6))
 EXPERTS = np.arange(4 * 3 * 2).reshape(4, 3, 2) % 6
 """Of two tokens of the prompt and three of the answer, but for its last."""
 
@@ -121,8 +118,8 @@ def vllm(http: Http) -> Vllm:
     return Vllm(http)
 
 
-def generate(client: ServerClient, request: GenerateRequest = REQUEST) -> Any:
-    (result,) = client.http.run(client.generate(request, timeout_s=1.0))
+def generate(client: ServerClient, sampling: Sampling = SAMPLING) -> Any:
+    (result,) = client.http.run(client.generate(PROMPT, sampling, timeout_s=1.0))
     return result
 
 
@@ -154,8 +151,8 @@ def test_an_inconsistent_answer_is_refused(http: Http, kind: Any, changed: dict[
 
 
 def test_a_server_samples_as_requested_and_by_no_default(client: Any) -> None:
-    for request, expected in ((REQUEST, (1.0, -1)), (replace(REQUEST, top_p=0.9, top_k=20), (0.9, 20))):
-        generate(client, request)
+    for sampling, expected in ((SAMPLING, (1.0, -1)), (replace(SAMPLING, top_p=0.9, top_k=20), (0.9, 20))):
+        generate(client, sampling)
         assert (client.sampling["top_p"], client.sampling["top_k"], client.sampling["min_p"]) == (*expected, 0.0)
         assert client.sampling["stop_token_ids"] == [5, 6]
 
@@ -199,16 +196,16 @@ def test_entropies_depend_on_no_drawn_token(vllm: Vllm) -> None:
         reported = list(dict.fromkeys([drawn, *range(20)]))[:20]
         top = [{"token_id": token, "logprob": float(np.log(SHARES[token]))} for token in reported]
         vllm.completion["logprobs"] = {"content": [{"logprob": -1.0, "top_logprobs": top}] * 3}
-        result = generate(vllm, replace(REQUEST, entropies=True))
+        result = generate(vllm, replace(SAMPLING, branches=(BranchConfig(entropy=1.0),)))
         assert result.entropies == pytest.approx(least_entropies([likeliest] * 3), abs=1e-12)
 
 
 def test_entropies_come_from_the_likeliest_tokens(http: Http) -> None:
-    client, request = Sglang(http), replace(REQUEST, entropies=True)
+    client, sampling = Sglang(http), replace(SAMPLING, branches=(BranchConfig(entropy=1.0),))
     with pytest.raises(ServerError, match="3 tokens, and the likeliest ones of 0"):
-        generate(client, request)
+        generate(client, sampling)
     client.completion["output_top_logprobs"] = [[[float(np.log(share)), 1] for share in (0.5, 0.25)]] * 3
-    assert generate(client, request).entropies == pytest.approx([1.5 * np.log(2)] * 3), "all others count as one"
+    assert generate(client, sampling).entropies == pytest.approx([1.5 * np.log(2)] * 3), "all others count as one"
     assert client.body["top_logprobs_num"] == 20
     assert least_entropies([[0.0, -np.inf]]) == [0.0]
 
@@ -217,8 +214,8 @@ def test_deterministic_sglang_samples_have_distinct_seeds(http: Http) -> None:
     client = Sglang(http)
     client.settings["enable_deterministic_inference"] = True
     client.answers["/generate"] = [client.answers["/generate"]] * 5
-    request = replace(REQUEST, samples=5, seed=2**31)
-    assert len(http.run(client.generate(request, timeout_s=1.0))) == 5
+    sampling = replace(SAMPLING, samples=5, seed=2**31)
+    assert len(http.run(client.generate(PROMPT, sampling, timeout_s=1.0))) == 5
     assert client.body["input_ids"] == [[3, 4]] * 5
     assert len({sampling["sampling_seed"] for sampling in client.sampling}) == 5
     assert not any("n" in sampling for sampling in client.sampling)
@@ -229,7 +226,7 @@ def test_vllm_has_seeds_on_gpus_alone(vllm: Vllm, device: str, seed: int | None)
     """On a CPU, a seed ends vLLM's engine as soon as a prompt is computed in parts."""
     vllm.settings["device_config"]["device"] = device
     vllm.http.run(vllm.info())
-    generate(vllm, replace(REQUEST, seed=2**64 - 1))
+    generate(vllm, replace(SAMPLING, seed=2**64 - 1))
     assert vllm.sampling.get("seed") == seed
 
 

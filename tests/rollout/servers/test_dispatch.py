@@ -14,7 +14,7 @@ import pytest
 from megatron_dppo.config import BranchConfig
 from megatron_dppo.rl.types import Completion, RoutingShape, VersionSpan
 from megatron_dppo.rollout.servers.batch import RequestBatch, wait
-from megatron_dppo.rollout.servers.client import GenerateRequest, GenerateResult
+from megatron_dppo.rollout.servers.client import GenerateResult
 from megatron_dppo.rollout.servers.dispatch import PAUSE_S, PromptFailedError
 from megatron_dppo.rollout.servers.http import Http, ServerError
 from tests.rollout.local import forks_of
@@ -22,6 +22,7 @@ from tests.rollout.servers.script import (
     SAMPLES,
     SAMPLING,
     VERSION,
+    Request,
     Script,
     dispatcher_of,
     happens,
@@ -31,10 +32,10 @@ from tests.rollout.servers.script import (
 )
 
 
-def echo(server: Script, request: GenerateRequest) -> list[GenerateResult]:
+def echo(server: Script, request: Request) -> list[GenerateResult]:
     """Answer with the prompt's first token twice and the stop token; continue from what there is of them."""
     first, made = request.token_ids[0], len(request.token_ids) - 2
-    return [result_of([first, first, 0][made:]) for _ in range(request.samples)]
+    return [result_of([first, first, 0][made:]) for _ in range(request.sampling.samples)]
 
 
 def check_echoed(batch: RequestBatch, count: int) -> None:
@@ -57,8 +58,8 @@ def test_requests_carry_the_sampling_settings(http: Http) -> None:
     sampling = replace(SAMPLING, temperature=0.6, stop_token_ids=(0, 3), top_p=0.9, top_k=20)
     request_all(dispatcher_of(http, server), 1, sampling)
     (request,) = server.requests
-    assert (request.temperature, request.top_p, request.top_k) == (0.6, 0.9, 20)
-    assert request.stop_token_ids == (0, 3)
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.6, 0.9, 20)
+    assert request.sampling.stop_token_ids == (0, 3)
 
 
 def test_partial_rollouts_resume_from_their_tokens(http: Http) -> None:
@@ -84,9 +85,11 @@ def test_partial_rollouts_resume_from_their_tokens(http: Http) -> None:
     batch = dispatcher_of(http, other).begin(prompts_of(4), SAMPLING, VERSION, partial)
     batch.wait(20.0)
     check_echoed(batch, 4)
-    requested = Counter((tuple(each.token_ids), each.samples, each.max_tokens) for each in other.requests)
+    requested = Counter(
+        (tuple(each.token_ids), each.sampling.samples, each.sampling.max_tokens) for each in other.requests
+    )
     assert requested == {((2, 7, 2), 1, 7): 2, ((3, 7, 3), 1, 7): 3, ((4, 7), 3, 8): 1}
-    assert len({request.seed for request in server.requests + other.requests}) == 3 + 6
+    assert len({request.sampling.seed for request in server.requests + other.requests}) == 3 + 6
 
 
 def test_requests_of_a_dead_server_are_resubmitted_whole(http: Http) -> None:
@@ -97,7 +100,7 @@ def test_requests_of_a_dead_server_are_resubmitted_whole(http: Http) -> None:
     assert dispatcher.take_lost() == {"http://a:1": "broke off"}
     assert dispatcher.take_lost() == {}
     assert dispatcher.resubmitted == len(dying.requests)
-    assert all(request.samples == SAMPLES for request in living.requests)
+    assert all(request.sampling.samples == SAMPLES for request in living.requests)
 
     dispatcher = dispatcher_of(http, dying, living)
     check_echoed(request_all(dispatcher, 3), 3)
@@ -121,12 +124,12 @@ def test_a_failed_request_is_repeated_with_another_seed(http: Http, fault: str) 
     check_echoed(request_all(dispatcher, 1), 1)
     assert (dispatcher.take_lost(), dispatcher.resubmitted) == ({}, 1)
     first, second = server.requests
-    assert first.seed != second.seed
+    assert first.sampling.seed != second.sampling.seed
 
 
 @pytest.mark.parametrize("version", ["4", "default"])
 def test_answers_of_other_weights_are_not_taken(http: Http, version: str) -> None:
-    stale = Script(http, lambda server, request: [result_of([9] * 3, version=version)] * request.samples)
+    stale = Script(http, lambda server, request: [result_of([9] * 3, version=version)] * request.sampling.samples)
     dispatcher = dispatcher_of(http, stale, Script(http, echo, "b"))
     check_echoed(request_all(dispatcher, 4), 4)
     assert f"{version!r}" in dispatcher.take_lost()["http://a:1"]
@@ -181,7 +184,7 @@ def test_a_paused_server_is_asked_after_a_pause(http: Http) -> None:
     def abort_twice(server, request):
         times.append(time.monotonic())
         if len(times) < 3:
-            return [result_of([], reason="abort")] * request.samples
+            return [result_of([], reason="abort")] * request.sampling.samples
         return echo(server, request)
 
     dispatcher = dispatcher_of(http, Script(http, abort_twice), attempts=1)
@@ -194,7 +197,7 @@ def test_continuations_come_before_new_prompts(http: Http) -> None:
     def abort_once(server, request):
         if len(request.token_ids) > 2:
             return echo(server, request)
-        return [result_of([request.token_ids[0]], reason="abort")] * request.samples
+        return [result_of([request.token_ids[0]], reason="abort")] * request.sampling.samples
 
     server = Script(http, abort_once)
     check_echoed(request_all(dispatcher_of(http, server, max_in_flight=1), 4), 4)
@@ -230,8 +233,8 @@ class Numbers:
     def __init__(self) -> None:
         self.last = 99
 
-    def __call__(self, server: Script, request: GenerateRequest) -> list[GenerateResult]:
-        return [self.result(request.max_tokens) for _ in range(request.samples)]
+    def __call__(self, server: Script, request: Request) -> list[GenerateResult]:
+        return [self.result(request.sampling.max_tokens) for _ in range(request.sampling.samples)]
 
     def result(self, length: int, version: str = str(VERSION), reason: str = "length") -> GenerateResult:
         first = self.last + 1
@@ -256,9 +259,11 @@ def test_every_fork_is_a_request_from_its_tokens(http: Http) -> None:
     server = Script(http, Numbers())
     (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
     check_tree(group)
-    requested = Counter((len(each.token_ids) - 2, each.samples, each.max_tokens) for each in server.requests)
+    requested = Counter(
+        (len(each.token_ids) - 2, each.sampling.samples, each.sampling.max_tokens) for each in server.requests
+    )
     assert requested == {(0, 2, 8): 1, (2, 2, 6): 2, (5, 1, 3): 6}
-    assert len({each.seed for each in server.requests}) == 9
+    assert len({each.sampling.seed for each in server.requests}) == 9
     for request in server.requests[1:]:
         assert request.token_ids[:2] == [1, 7]
         assert request.token_ids[2:] in [leaf.token_ids[: len(request.token_ids) - 2].tolist() for leaf in group]
@@ -300,7 +305,7 @@ def test_an_aborted_fork_resumes_and_keeps_versions(http: Http) -> None:
         if len(request.token_ids) == 4 and not aborted:
             aborted.append(request)
             return [numbers.result(1, reason="abort"), numbers.result(0, reason="abort")]
-        return [numbers.result(request.max_tokens, version="6") for _ in range(request.samples)]
+        return [numbers.result(request.sampling.max_tokens, version="6") for _ in range(request.sampling.samples)]
 
     server = Script(http, abort_once)
     (group,) = request_all(dispatcher_of(http, server), 1, TREES).groups()
@@ -308,7 +313,7 @@ def test_an_aborted_fork_resumes_and_keeps_versions(http: Http) -> None:
     spans = [tuple(span.count for span in leaf.versions) for leaf in group]
     assert spans[:2] == [(8,), (5, 3)]
     assert (spans.count((3, 5)), spans.count((2, 6))) == (2, 6), "two leaves' path had a token at the abort"
-    assert len({request.seed for request in server.requests}) == len(server.requests)
+    assert len({request.sampling.seed for request in server.requests}) == len(server.requests)
 
 
 def test_forks_by_entropy_follow_the_servers_entropies(http: Http) -> None:
@@ -316,10 +321,10 @@ def test_forks_by_entropy_follow_the_servers_entropies(http: Http) -> None:
     numbers = Numbers()
 
     def report(server, request):
-        assert request.entropies
+        assert request.sampling.entropies
         made = len(request.token_ids) - 2
         uncertain = np.array([{3: 1.5, 6: 2.5}.get(place, 0.5) for place in range(made, LENGTH)])
-        entropies = [uncertain] * request.samples
+        entropies = [uncertain] * request.sampling.samples
         if made == 0:
             entropies[1] = np.zeros(LENGTH)
         return [replace(numbers.result(len(each)), entropies=each) for each in entropies]
@@ -334,8 +339,8 @@ def test_siblings_keep_the_experts_of_their_shared_tokens(http: Http) -> None:
     numbers, shape = Numbers(), RoutingShape(layers=1, per_token=1, experts=200)
 
     def route(server, request):
-        assert request.routing == shape
-        number, read = len(server.requests) - 1, len(request.token_ids) + request.max_tokens - 1
+        assert request.sampling.routing == shape
+        number, read = len(server.requests) - 1, len(request.token_ids) + request.sampling.max_tokens - 1
         table = np.full((read, 1, 1), number, shape.dtype)
         return [replace(result, routing=table) for result in numbers(server, request)]
 
