@@ -16,7 +16,7 @@ import torch
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.bridge.chunks import dtype_in, read_tensor, tensor_bytes
-from megatron_dppo.bridge.convert import check_files, write_tensors
+from megatron_dppo.bridge.convert import check_files, write_weights
 from megatron_dppo.bridge.convert_commands import chosen_dtype, describe_weights, directory_of, stored_policy
 from megatron_dppo.bridge.export import describe_policy
 from megatron_dppo.bridge.hf_directory import ADAPTERS, MODEL, plan_adapter_file, plan_files, write_adapter_config
@@ -94,7 +94,7 @@ def export(chosen: argparse.Namespace) -> None:
     rows: Rows = _merge(policy, adapters, base, shape, trained, workers) if adapters and base else policy.rows
     with in_place(out, "OUT") as draft:
         describe(draft)
-        write_tensors(plan, draft, lambda name: rows(name, dtype), workers)
+        write_weights(plan, draft, lambda name: rows(name, dtype), workers)
     print(f"{out}: {weights}")
     if chosen.card:
         step = step_of(checkpoint)

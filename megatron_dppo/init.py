@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL, FilePlan, SafetensorsWriter, plan_files
+from megatron_dppo.bridge.chunks import TYPES, FilePlan, tensor_bytes, writing
+from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL, plan_files, write_index
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.config import DTYPES, ModelConfig
 from megatron_dppo.data.rows import read_rows, strings
@@ -196,13 +197,13 @@ def _write_config(folder: Path, size: PolicyShape, dtype: torch.dtype, std: floa
     write_json(folder / "generation_config.json", ends)
 
 
-def _write_weights(folder: Path, plan: FilePlan, shape: PolicyShape, *, seed: int, std: float) -> None:
+def _write_weights(folder: Path, plan: FilePlan[str], shape: PolicyShape, *, seed: int, std: float) -> None:
     """Norms start at one, biases at zero, matrices are normal: Hugging Face's own initialisation. In a gated delta
     network decays are Hugging Face's too, and taps are torch's."""
     generator = torch.Generator().manual_seed(seed)
     zeros = ("norm.weight", ".bias") if shape.family.megatron.get("layernorm_zero_centered_gamma") else (".bias",)
-    with SafetensorsWriter.open(plan, folder) as writer:
-        for name, place in plan.tensors.items():
+    with writing(plan, folder) as write:
+        for name, place in plan.places.items():
             size = place.shape
             tensor = torch.full(size, 0.0 if name.endswith(zeros) and "linear_attn" not in name else 1.0)
             if name.endswith("A_log"):
@@ -212,7 +213,8 @@ def _write_weights(folder: Path, plan: FilePlan, shape: PolicyShape, *, seed: in
                 tensor.uniform_(-bound, bound, generator=generator)
             elif len(size) > 1:
                 tensor.normal_(0.0, std, generator=generator)
-            writer.write(name, tensor)
+            write(name, [tensor_bytes(tensor.to(TYPES[place.dtype]))])
+    write_index(folder, plan)
 
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -8,10 +8,13 @@ matrix of one column.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import reduce
 from math import prod
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 
@@ -142,8 +145,8 @@ def write_at(file: int, start: int, data: Iterable[memoryview | bytes]) -> int:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in the host's memory; of a contiguous one not a copy."""
-    return memoryview(tensor.flatten().view(torch.uint8).numpy())
+    """The bytes of a tensor; of a contiguous one in the host's memory not a copy."""
+    return memoryview(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
 
 
 def _read(file: int, chunk: Chunk, into: memoryview) -> None:
@@ -153,3 +156,64 @@ def _read(file: int, chunk: Chunk, into: memoryview) -> None:
         if not read:
             raise UserError("file", chunk.file, f"ends at byte {start:,}, within a tensor", "Fetch it again")
         into, start = into[read:], start + read
+
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan(Generic[K]):
+    """Which file each tensor goes to, and where in it; names of files are relative to a directory.
+
+        FilePlan(torch.bfloat16, {"model.norm.weight": chunk}, {"model.safetensors": [(0, head)]})
+
+    writes ``chunk.length`` bytes of weights, behind the header of the only file.
+    """
+
+    dtype: torch.dtype
+    """Of all tensors but those that are fp32 in every policy."""
+    places: dict[K, Chunk] = field(default_factory=dict)
+    """In order."""
+    frames: dict[str, list[tuple[int, bytes]]] = field(default_factory=dict)
+    """What is around the tensors of each file, and where it begins there."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of tensors in each file."""
+        sizes = dict.fromkeys(self.frames, 0)
+        for place in self.places.values():
+            sizes[place.file.name] += place.length
+        return sizes
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+@contextmanager
+def writing(plan: FilePlan[K], folder: Path) -> Iterator[Callable[[K, Iterable[memoryview]], None]]:
+    """Make the files of a plan. Within the block each tensor is written once, in any order, from any thread.
+
+    Yields:
+        A function that writes a tensor's bytes, in the plan's type.
+
+    Raises:
+        ValueError: if a tensor has too many or too few, or was not written when the block ends.
+        OSError: for a full disk.
+    """
+    for name, parts in plan.frames.items():
+        with (folder / name).open("wb", buffering=0) as file:
+            for start, part in parts:
+                write_at(file.fileno(), start, [part])
+    unwritten = dict(plan.places)
+
+    def write(key: K, data: Iterable[memoryview]) -> None:
+        place = unwritten.pop(key)
+        with (folder / place.file).open("r+b", buffering=0) as file:
+            written = write_at(file.fileno(), place.start, data) - place.start
+        if written != place.length:
+            raise ValueError(f"{key} has {written} bytes instead of {place.length}")
+
+    yield write
+    if unwritten:
+        raise ValueError(f"these tensors were not written: {', '.join(map(str, unwritten))}")

@@ -18,23 +18,21 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, RELEASE, TRACKER, FileChecksum
-from megatron_dppo.bridge.chunks import dtype_in, parameter_chunks, read_rows, rows_of
-from megatron_dppo.bridge.hf_directory import FilePlan, SafetensorsWriter, copy_config_and_tokenizer
+from megatron_dppo.bridge.chunks import FilePlan, dtype_in, parameter_chunks, read_rows, rows_of, writing
+from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer, write_index
 from megatron_dppo.bridge.mapping import Stored, parameters
 from megatron_dppo.bridge.safetensors_files import Chunk, check_weights
 from megatron_dppo.bridge.stored_policy import StoredPolicy
-from megatron_dppo.bridge.torch_dist import CheckpointPlan, write_metadata, write_parameter
+from megatron_dppo.bridge.torch_dist import write_metadata
 from megatron_dppo.config import LayoutConfig, ModelConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.streams import progress
 
-T = TypeVar("T")
-Rows = Callable[[str], Iterable[memoryview]]
-"""The bytes of a tensor, by its Hugging Face name, from its first row to its last."""
+K = TypeVar("K")
 
 
-def write_megatron(tensors: Mapping[str, Chunk], plan: CheckpointPlan, source: Path, out: Path, workers: int) -> None:
+def write_megatron(tensors: Mapping[str, Chunk], plan: FilePlan[Stored], source: Path, out: Path, workers: int) -> None:
     """Write a folder of checkpoints with one in it, ``release``, which every layout loads.
 
     Beside it, ``hf/`` has the configuration and the tokenizer, for the way back.
@@ -52,44 +50,55 @@ def write_megatron(tensors: Mapping[str, Chunk], plan: CheckpointPlan, source: P
     release.mkdir()
     hf.mkdir()
     checksums: dict[str, FileChecksum] = {}
-    with progress("to Megatron", sum(plan.files.values()), unit="bytes") as advance:
 
-        def convert(part: Stored) -> None:
-            chunks = rows_of(parameter_chunks(part.entry, tensors), part.start, part.rows)
-            write_parameter(release, plan, part, read_rows(part.shape, chunks, dtype_in(plan.dtype, part.entry)))
-            advance(plan.storage[part].length)
+    def rows(part: Stored) -> Iterable[memoryview]:
+        chunks = rows_of(parameter_chunks(part.entry, tensors), part.start, part.rows)
+        return read_rows(part.shape, chunks, dtype_in(plan.dtype, part.entry))
 
-        in_threads(convert, plan.storage, workers)
+    write_tensors(plan, release, rows, workers, "to Megatron")
 
     def compute_checksum(name: str) -> None:
         checksums[name] = FileChecksum.of(release / name)
 
-    in_threads(compute_checksum, plan.files, workers)
+    in_threads(compute_checksum, plan.frames, workers)
     copy_config_and_tokenizer(source, hf, plan.dtype)
     write_metadata(release, plan, checksums)
     (out / TRACKER).write_text(RELEASE + "\n")
 
 
-def write_tensors(plan: FilePlan, out: Path, rows: Rows, workers: int, title: str = "to Hugging Face") -> None:
-    """Write the weights of a Hugging Face directory.
+def write_tensors(
+    plan: FilePlan[K], out: Path, rows: Callable[[K], Iterable[memoryview]], workers: int, title: str
+) -> None:
+    """Write the files of a plan.
 
     Args:
-        plan: where every tensor goes.
         out: an existing directory.
-        rows: in the plan's types; called from any thread.
+        rows: gives a tensor's bytes in the plan's type, from its first row to its last; called from any thread.
         workers: threads.
         title: of the progress bar.
 
     Raises:
         OSError: if the disk is full.
     """
-    with SafetensorsWriter.open(plan, out) as writer, progress(title, plan.total_bytes, unit="bytes") as advance:
+    with writing(plan, out) as write, progress(title, plan.total_bytes, unit="bytes") as advance:
 
-        def write(name: str) -> None:
-            writer.write_rows(name, rows(name))
-            advance(plan.tensors[name].length)
+        def convert(key: K) -> None:
+            write(key, rows(key))
+            advance(plan.places[key].length)
 
-        in_threads(write, plan.tensors, workers)
+        in_threads(convert, plan.places, workers)
+
+
+def write_weights(
+    plan: FilePlan[str],
+    out: Path,
+    rows: Callable[[str], Iterable[memoryview]],
+    workers: int,
+    title: str = "to Hugging Face",
+) -> None:
+    """Write the weights of a Hugging Face directory; see :func:`write_tensors`."""
+    write_tensors(plan, out, rows, workers, title)
+    write_index(out, plan)
 
 
 def check_files(policy: StoredPolicy, workers: int, *, every: bool = False) -> None:
@@ -104,7 +113,7 @@ def check_files(policy: StoredPolicy, workers: int, *, every: bool = False) -> N
     in_threads(lambda share: policy.check(share=share, of=workers, every=every), range(workers), workers)
 
 
-def in_threads(work: Callable[[T], None], items: Iterable[T], workers: int) -> None:
+def in_threads(work: Callable[[K], None], items: Iterable[K], workers: int) -> None:
     """Call ``work`` for every item, in as many threads; the first exception ends it and is raised."""
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for _ in pool.map(work, items):  # which cancels the calls that are left where one raises

@@ -20,7 +20,7 @@ from megatron_dppo.bridge.convert import (
     compare_tensors,
     logits_dtype,
     write_megatron,
-    write_tensors,
+    write_weights,
 )
 from megatron_dppo.bridge.hf_directory import MAX_SHARD_BYTES, MODEL, copy_config_and_tokenizer, plan_files
 from megatron_dppo.bridge.mapping import parameters
@@ -55,7 +55,7 @@ def from_hf(chosen: argparse.Namespace) -> None:
         shape = read_shape(source)
         tensors = check_weights(source, shape)
     plan = plan_checkpoint(shape, chosen_dtype(chosen, stored_dtype(tensors, shape)))
-    if _is_ready(chosen, shape, plan.dtype, plan.files, CONVERTED, [source]):
+    if _is_ready(chosen, shape, plan.dtype, plan.sizes, CONVERTED, [source]):
         with in_place(chosen.out, "OUT") as draft:
             write_megatron(tensors, plan, source, draft, chosen.workers)
             _verify(chosen, draft / RELEASE, source, shape, plan.dtype)
@@ -88,7 +88,7 @@ def to_hf(chosen: argparse.Namespace) -> None:
         check_files(policy, chosen.workers)
         with in_place(chosen.out, "OUT") as draft:
             copy_config_and_tokenizer(hf, draft, plan.dtype)
-            write_tensors(plan, draft, lambda name: policy.rows(name, plan.dtype), chosen.workers)
+            write_weights(plan, draft, lambda name: policy.rows(name, plan.dtype), chosen.workers)
             _verify(chosen, checkpoint, draft, shape, plan.dtype)
         print(f"{chosen.out}: {describe_weights(shape, plan.dtype)}")
 

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 
+from megatron_dppo.bridge.chunks import TYPES, FilePlan, tensor_bytes, writing
 from megatron_dppo.bridge.hf_directory import (
     ADAPTERS,
     MAX_SHARD_BYTES,
     MODEL,
-    FilePlan,
-    SafetensorsWriter,
     copy_config_and_tokenizer,
     list_stops,
     plan_adapter_file,
     plan_files,
     write_adapter_config,
+    write_index,
 )
 from megatron_dppo.bridge.stream import Consumers, adapter_stream, weight_stream
 from megatron_dppo.models.policy import PolicyModel
@@ -95,7 +95,7 @@ def check_destination(source: Path, out: Path, size: int, setting: str = "run.di
     check_replaceable(out, size, setting, MODEL, sources=[source])
 
 
-def check_adapter_destination(out: Path, plan: FilePlan) -> None:
+def check_adapter_destination(out: Path, plan: FilePlan[str]) -> None:
     """Refuse an export of adapters that cannot work, as :func:`check_destination` does one of the policy."""
     check_replaceable(out, plan.total_bytes, "run.dir", ADAPTERS)
 
@@ -107,7 +107,7 @@ def describe_policy(source: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def write_stream(
-    stream: Stream, world: World, plan: FilePlan, out: Path, describe: Callable[[Path], None], setting: str
+    stream: Stream, world: World, plan: FilePlan[str], out: Path, describe: Callable[[Path], None], setting: str
 ) -> None:
     """Write a stream's tensors and put the directory in place. Collective over all ranks; one writes.
 
@@ -122,11 +122,13 @@ def write_stream(
     failure: Exception | None = None
     if world.leads:
         try:
-            with in_place(out, setting) as draft, SafetensorsWriter.open(plan, draft) as writer:
+            with in_place(out, setting) as draft:
                 describe(draft)
-                for bucket in stream:
-                    for name, tensor in bucket.items():
-                        writer.write(name, tensor)
+                with writing(plan, draft) as write:
+                    for bucket in stream:
+                        for name, tensor in bucket.items():
+                            write(name, [tensor_bytes(tensor.to(TYPES[plan.places[name].dtype]))])
+                write_index(draft, plan)
         except Exception as error:  # raised on every rank once the stream has ended
             failure = error
     if world.in_first_copy:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.bridge.chunks import TYPE_NAMES, TYPES, tensor_bytes, write_at
+from megatron_dppo.bridge.chunks import TYPE_NAMES, FilePlan, write_at
 from megatron_dppo.bridge.mapping import adapter_entries, exact_tensors, file_shape, file_tensors
 from megatron_dppo.bridge.safetensors_files import (
     CARRIED,
     INDEX,
     SINGLE,
-    Chunk,
     carried_tensors,
     lay_out,
     read_header,
@@ -40,42 +37,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 """Most bytes of tensors in a safetensors file, as the hub's own files have it."""
 
 
-@dataclass(frozen=True, slots=True)
-class FilePlan:
-    """Which file each tensor goes to, and where in it. Names of files are relative to a directory.
-
-        FilePlan(torch.bfloat16, {"model.safetensors": head}, {name: chunk}, {name: "model.safetensors"})
-
-    writes ``chunk.length`` bytes of weights, behind the header of the only file.
-    """
-
-    dtype: torch.dtype
-    heads: Mapping[str, bytes]
-    """First bytes of each file."""
-    tensors: Mapping[str, Chunk]
-    """Place of each tensor of the policy, in order."""
-    files: Mapping[str, str]
-    """File of each stored tensor, which experts of a layer may share."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of tensors in each file."""
-        sizes = dict.fromkeys(self.heads, 0)
-        for chunk in self.tensors.values():
-            sizes[chunk.file.name] += chunk.length
-        return sizes
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.sizes.values())
-
-    def index(self, carried: Mapping[str, Chunk]) -> str:
-        total = self.total_bytes + sum(tensor.length for tensor in carried.values())
-        files = {**self.files, **dict.fromkeys(carried, CARRIED)}
-        return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n"
-
-
-def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES) -> FilePlan:
+def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MAX_SHARD_BYTES) -> FilePlan[str]:
     """Tensors in the order of the forward pass, as many to a file as fit."""
     stored, exact = file_tensors(shape), exact_tensors(shape)
     files: list[dict[str, tuple[str, tuple[int, ...]]]] = []
@@ -88,23 +50,31 @@ def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MA
             room = max_shard_bytes
         files[-1][name] = TYPE_NAMES[kind], file_shape(name, parts, shape)
         room -= length
-    heads: dict[str, bytes] = {}
-    tensors: dict[str, Chunk] = {}
-    homes: dict[str, str] = {}
+    plan: FilePlan[str] = FilePlan(dtype)
     for number, held in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
-        heads[file], places = lay_out(Path(file), held)
-        homes |= dict.fromkeys(held, file)
+        head, places = lay_out(Path(file), held)
+        plan.frames[file] = [(0, head)]
         for name, place in places.items():
-            tensors |= split_chunk(place, stored[name])
-    return FilePlan(dtype, heads, tensors, homes)
+            plan.places.update(split_chunk(place, stored[name]))
+    return plan
 
 
-def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan:
+def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan[str]:
     """Adapters in the order of the forward pass, in the one file that PEFT looks for."""
     sizes = {name: size for entry in adapter_entries(shape, lora) for name, size in entry.tensors.items()}
     head, places = lay_out(Path(ADAPTER_WEIGHTS), {name: (TYPE_NAMES[dtype], size) for name, size in sizes.items()})
-    return FilePlan(dtype, {ADAPTER_WEIGHTS: head}, places, dict.fromkeys(places, ADAPTER_WEIGHTS))
+    return FilePlan(dtype, places, {ADAPTER_WEIGHTS: [(0, head)]})
+
+
+def write_index(folder: Path, plan: FilePlan[str]) -> None:
+    """Write the index of a directory with the files of a plan, unless there is a single file."""
+    files = [*plan.frames, *[CARRIED] * (folder / CARRIED).is_file()]
+    tensors = {name: tensor for file in files for name, tensor in read_header(folder / file).items()}
+    if len(files) > 1:
+        total = sum(tensor.length for tensor in tensors.values())
+        homes = {name: tensor.file.name for name, tensor in tensors.items()}
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": homes})
 
 
 COPIED_FILES = (
@@ -192,58 +162,3 @@ def adapter_config(base: str, lora: LoraConfig) -> dict[str, Any]:
 def write_adapter_config(folder: Path, *, base: str, lora: LoraConfig) -> None:
     """Put :func:`adapter_config` where PEFT looks for it."""
     write_json(folder / ADAPTER_CONFIG, adapter_config(base, lora))
-
-
-class SafetensorsWriter:
-    """Writes the tensors of a plan, each once, in any order; threads may write at the same time."""
-
-    def __init__(self, plan: FilePlan, files: Mapping[str, int]) -> None:
-        self._plan, self._files = plan, files
-        self._unwritten = dict(plan.tensors)
-
-    @classmethod
-    @contextmanager
-    def open(cls, plan: FilePlan, folder: Path) -> Iterator[SafetensorsWriter]:
-        """Make the files. The index is written at the end of the block, unless it raises.
-
-        Raises:
-            ValueError: at the end of the block, if a tensor was not written.
-            OSError: for a full disk.
-        """
-        files: dict[str, int] = {}
-        with ExitStack() as stack:
-            for name, head in plan.heads.items():
-                files[name] = stack.enter_context((folder / name).open("wb", buffering=0)).fileno()
-                write_at(files[name], 0, [head])
-            writer = cls(plan, files)
-            yield writer
-        if writer._unwritten:
-            raise ValueError(f"these tensors were not written: {', '.join(sorted(writer._unwritten))}")
-        carried = read_header(folder / CARRIED) if (folder / CARRIED).is_file() else {}
-        if len(plan.heads) > 1 or carried:
-            (folder / INDEX).write_text(plan.index(carried))
-
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor, cast to the plan's type.
-
-        Raises:
-            ValueError: if the plan has no such tensor, or another shape for it, or it was written before.
-            OSError: for a full disk.
-        """
-        place = self._plan.tensors.get(name)
-        if place is None or tensor.shape != place.shape:
-            raise ValueError(f"{name} {list(tensor.shape)} is not in the plan")
-        self.write_rows(name, [tensor_bytes(tensor.detach().to("cpu", TYPES[place.dtype]))])
-
-    def write_rows(self, name: str, data: Iterable[memoryview]) -> None:
-        """Write a tensor's bytes, in the plan's type.
-
-        Raises:
-            ValueError: if they are too many or too few, or the tensor was written before.
-            OSError: for a full disk.
-        """
-        if (place := self._unwritten.pop(name, None)) is None:
-            raise ValueError(f"{name} was written before, or is not in the plan")
-        written = write_at(self._files[place.file.name], place.start, data) - place.start
-        if written != place.length:
-            raise ValueError(f"{name} has {written} bytes instead of {place.length}")

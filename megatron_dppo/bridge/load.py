@@ -10,7 +10,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron_dppo.bridge.checkpoint_folder import (
     refusing_damage,
     warn_unchecked,
 )
+from megatron_dppo.bridge.chunks import TYPES
 from megatron_dppo.bridge.mapping import (
     Entry,
     Slice,
@@ -113,21 +114,20 @@ def part_of(entry: Entry, world: World) -> int:
     return world.tp_rank if entry.expert is None else world.etp_rank
 
 
-ReadSlice = Callable[[str, int, int, int], torch.Tensor]
-"""From the name of a Hugging Face tensor, an axis, start and stop: these rows (axis 0) or columns (axis 1) of it."""
-
-
-def fill_parameter(entry: Entry, parameter: torch.Tensor, read: ReadSlice, tp_rank: int, tp: int) -> None:
+def fill_parameter(
+    entry: Entry, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor], tp_rank: int, tp: int
+) -> None:
     """Make ``parameter`` what rank ``tp_rank`` of ``tp`` holds, in its own dtype and on its own device.
 
     Args:
         parameter: of shape ``entry.shard_shape(tp)``; written in place.
+        tensors: at least those of ``entry.tensors``, by name, on the host or on the device.
     """
     for slice_, held in slices_of(entry, parameter, tp_rank, tp):
         if slice_.name is None:
             held.zero_()
         else:
-            held.copy_(read(slice_.name, entry.axis, slice_.start, slice_.stop))
+            held.copy_(tensors[slice_.name].narrow(entry.axis, slice_.start, slice_.length))
 
 
 def slices_of(entry: Entry, parameter: torch.Tensor, tp_rank: int, tp: int) -> Iterator[tuple[Slice, torch.Tensor]]:
@@ -153,15 +153,12 @@ def load_policy(chunks: Sequence[PolicyModel], path: Path, world: World) -> None
     """
     stored = check_weights(path, chunks[0].shape)
 
-    def read(name: str, axis: int, start: int, stop: int) -> torch.Tensor:
-        values = stored[name].values()
-        part = torch.from_numpy((values[start:stop] if axis == 0 else values[:, start:stop]).copy())
-        return part.view(torch.bfloat16) if stored[name].dtype == "BF16" else part
-
     bound = bind(chunks, world)
     for entry, parameter in bound.items():
         moved()
-        fill_parameter(entry, parameter, read, part_of(entry, world), entry.parts(world.layout))
+        found = {name: stored[name] for name in entry.tensors}
+        tensors = {name: torch.from_numpy(each.values()).view(TYPES[each.dtype]) for name, each in found.items()}
+        fill_parameter(entry, parameter, tensors, part_of(entry, world), entry.parts(world.layout))
     finite = torch.stack([torch.isfinite(parameter).all() for parameter in bound.values()]).tolist()  # waits once
     if not all(finite):
         entry = next(entry for entry, good in zip(bound, finite, strict=True) if not good)
@@ -289,16 +286,10 @@ def draw_adapters(chunks: Sequence[PolicyModel], world: World, *, seed: int) -> 
         of_name = engine_seed(seed, zlib.crc32(name.encode()), Purpose.ADAPTERS)
         bound = 1.0 / math.sqrt(size[1])
         whole = torch.empty(size).uniform_(-bound, bound, generator=torch.Generator().manual_seed(of_name))
-        fill_parameter(
-            entry,
-            parameter.data,
-            lambda _, axis, start, stop, whole=whole: whole.narrow(axis, start, stop - start),  # type: ignore[misc]
-            part_of(entry, world),
-            entry.parts(world.layout),
-        )
+        fill_parameter(entry, parameter.data, {name: whole}, part_of(entry, world), entry.parts(world.layout))
 
 
-class MergedParameters(Mapping[Entry, torch.Tensor]):
+class MergedParameters(dict[Entry, torch.Tensor]):
     """The parameters of this rank with their adapters merged in, each made when it is asked for.
 
     A rank's part of W + alpha/rank · B A takes no more of B and A than the rank's parts. The sum is taken in fp32, and
@@ -317,20 +308,12 @@ class MergedParameters(Mapping[Entry, torch.Tensor]):
         scale: float,
         world: World,
     ) -> None:
-        self._parameters, self._scale, self._world = parameters, scale, world
+        super().__init__(parameters)
+        self._scale, self._world = scale, world
         self._adapters = {name: matrix.detach() for entry, matrix in adapters.items() for name in entry.tensors}
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def __contains__(self, entry: object) -> bool:
-        return entry in self._parameters
-
     def __getitem__(self, entry: Entry) -> torch.Tensor:
-        parameter = self._parameters[entry]
+        parameter = super().__getitem__(entry)
         pairs = {name: adapters_of_tensor(name) for name in entry.tensors}
         if not any(a in self._adapters for a, _ in pairs.values()):
             return parameter

@@ -204,6 +204,11 @@ class Stored:
         return (self.rows, *self.entry.shard_shape(1)[1:])
 
     @property
+    def block_shape(self) -> tuple[int, ...]:
+        """The same as a block of its key's tensor."""
+        return (1,) * len(self.entry.leading) + self.shape
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape of its key's tensor, leading dimensions included."""
         return self.entry.leading_sizes + self.shape

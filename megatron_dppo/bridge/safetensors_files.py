@@ -79,8 +79,8 @@ class Chunk:
         return replace(self, start=self.start + skipped, shape=(rows, *self.shape[1:]), row=row)
 
     def values(self) -> NDArray[Any]:
-        """The file's own bytes, not read yet; BF16 as integers."""
-        return np.memmap(self.file, NUMPY[self.dtype], "r", self.start, self.shape)
+        """The file's own bytes, not read yet, which changes do not reach; BF16 as integers."""
+        return np.memmap(self.file, NUMPY[self.dtype], "c", self.start, self.shape)
 
 
 def stored_tensors(path: Path) -> dict[str, Chunk]:

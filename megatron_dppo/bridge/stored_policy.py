@@ -36,7 +36,7 @@ from megatron_dppo.bridge.checkpoint_folder import METADATA, Checksums, DamagedE
 from megatron_dppo.bridge.chunks import TYPE_NAMES, dtype_in, read_rows, tensor_chunks
 from megatron_dppo.bridge.mapping import UNTIED_OUTPUT, Stored, adapter_entries, describe_mismatch, entries
 from megatron_dppo.bridge.safetensors_files import Chunk
-from megatron_dppo.bridge.torch_dist import data_offset, file_sizes, locate_data, open_archive
+from megatron_dppo.bridge.torch_dist import data_offset, locate_data, open_archive
 from megatron_dppo.config import LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.family import Split
@@ -236,7 +236,10 @@ class StoredPolicy:
         return Chunk(file, start, TYPE_NAMES[dtype], (*block.sizes[leading:],), part.start + row, column)
 
     def _check_files(self) -> None:
-        for name, size in file_sizes(self._storage.values()).items():
+        sizes: dict[str, int] = defaultdict(int)
+        for place in self._storage.values():
+            sizes[place.relative_path] = max(sizes[place.relative_path], place.offset + place.length)
+        for name, size in sizes.items():
             file = self._folder / name
             if not file.is_file():
                 raise DamagedError(f"{name} is missing")

@@ -102,7 +102,7 @@ def compress(chosen: argparse.Namespace) -> int:
     check_replaceable(chosen.out, plan.total_bytes, "OUT", MODEL, sources=[source], overwrite=chosen.overwrite)
     scored, held_out = _read_calibration(chosen, recipe, source)
     if chosen.dry_run:
-        size = f"{plan.total_bytes / 2**20:,.1f} MiB in {len(plan.heads)} files"
+        size = f"{plan.total_bytes / 2**20:,.1f} MiB in {len(plan.frames)} files"
         print(f"{_describe_cut(shape, planned)}\n{chosen.out}: {size}; nothing has been written")
         return 0
     model = None

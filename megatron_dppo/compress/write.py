@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.bridge.chunks import read_rows
-from megatron_dppo.bridge.convert import write_tensors
-from megatron_dppo.bridge.hf_directory import FilePlan, copy_config_and_tokenizer
+from megatron_dppo.bridge.chunks import FilePlan, read_rows
+from megatron_dppo.bridge.convert import write_weights
+from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
 from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.compress.cut import Cut
 from megatron_dppo.models.shape import PolicyShape
@@ -26,7 +26,7 @@ def write_policy(
     source: Path,
     shape: PolicyShape,
     cut: Cut,
-    plan: FilePlan,
+    plan: FilePlan[str],
     out: Path,
     *,
     record: Mapping[str, Any],
@@ -48,7 +48,7 @@ def write_policy(
     copy_config_and_tokenizer(source, out, plan.dtype)
     _change_config(out / "config.json", shape, cut)
     write_json(out / RECORD, record)
-    write_tensors(plan, out, lambda name: read_cut_tensor(name, tensors, cut, plan.dtype), workers, "writing")
+    write_weights(plan, out, lambda name: read_cut_tensor(name, tensors, cut, plan.dtype), workers, "writing")
 
 
 def read_cut_tensor(name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: torch.dtype) -> Iterator[memoryview]:

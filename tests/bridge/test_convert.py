@@ -73,7 +73,7 @@ def flipping(write: Callable[..., None]) -> Callable[..., None]:
     ("convert", "write", "problem"),
     [
         (to_megatron, "write_megatron", "__0_0.distcp is damaged"),
-        (to_hf, "write_tensors", "weight problem differs between the two"),
+        (to_hf, "write_weights", "weight problem differs between the two"),
     ],
 )
 def test_wrongly_written_weights_are_never_put_in_place(

@@ -46,8 +46,8 @@ def test_torch_reads_every_key_of_the_mapping(tmp_path: Path, write: Callable[..
 def test_a_parameter_in_part_is_refused(tmp_path: Path) -> None:
     shape, release = convert(tmp_path)
     plan = plan_checkpoint(shape, torch.float32)
-    part = next(part for part in plan.storage if part.entry.layer == 1)
-    del plan.storage[part]
+    part = next(part for part in plan.places if part.entry.layer == 1)
+    del plan.places[part]
     (release / METADATA).unlink()
     write_metadata(release, plan, {})
     with pytest.raises(Exception, match=r"linear_qkv.layer_norm_weight of layer 1 is there in part only"):

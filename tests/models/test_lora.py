@@ -57,11 +57,7 @@ def stirred(config: Config) -> tuple[World, Learner, PolicyParts]:
     for entry, parameter in bind_adapters(policy.actor.chunks, world).items():
         ((name, size),) = entry.tensors.items()
         whole = 0.2 * torch.randn(size, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-
-        def read(_: str, axis: int, start: int, stop: int, whole: torch.Tensor = whole) -> torch.Tensor:
-            return whole.narrow(axis, start, stop - start)
-
-        fill_parameter(entry, parameter.data, read, part_of(entry, world), entry.parts(world.layout))
+        fill_parameter(entry, parameter.data, {name: whole}, part_of(entry, world), entry.parts(world.layout))
     return world, learner, policy
 
 

@@ -11,7 +11,7 @@ from megatron_dppo.bridge.export import export_hf
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer, plan_files
 from megatron_dppo.bridge.load import load_policy
 from megatron_dppo.bridge.mapping import expected_tensors
-from megatron_dppo.bridge.safetensors_files import CARRIED, carried_tensors
+from megatron_dppo.bridge.safetensors_files import CARRIED
 from megatron_dppo.compress.cut import Recipe
 from megatron_dppo.config import Config, LayoutConfig, ModelConfig
 from megatron_dppo.errors import UserError
@@ -96,9 +96,10 @@ def test_carried_tensors_may_have_any_type(tmp_path: Path) -> None:
     for name, tensor in carried.items():
         assert written[name].dtype == tensor.dtype
         assert written[name].tolist() == tensor.tolist()
-    plan = plan_files(shape := read_shape(policy), torch.bfloat16)
-    total = json.loads(plan.index(carried_tensors(copy, shape)))["metadata"]["total_size"]
-    assert total == plan.total_bytes + 7
+    assert to_megatron(policy, tmp_path / "megatron") == 0
+    assert to_hf(tmp_path / "megatron", tmp_path / "back") == 0
+    total = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    assert total == plan_files(read_shape(policy), torch.float32).total_bytes + 7
 
 
 def test_both_forms_of_experts_are_one_policy(tmp_path: Path) -> None:
@@ -121,8 +122,8 @@ def test_experts_of_a_layer_are_in_one_file(tmp_path: Path) -> None:
     """A file may exceed the limit: experts of a layer are one tensor."""
     shape = read_shape(write_family(tmp_path, MIXTURE))
     plan = plan_files(shape, torch.bfloat16, max_shard_bytes=20_000)
-    homes = {name: place.file for name, place in plan.tensors.items()}
-    assert len(plan.heads) > 10
+    homes = {name: place.file for name, place in plan.places.items()}
+    assert len(plan.frames) > 10
     for projection in ("gate_proj", "down_proj"):
         assert len({homes[f"model.layers.1.mlp.experts.{expert}.{projection}.weight"] for expert in range(4)}) == 1
     assert homes.keys() == expected_tensors(shape).keys()
