@@ -7,7 +7,6 @@ As in the other conversions weights go from file to file. No process group and n
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from megatron_dppo.bridge.checkpoint_folder import find_checkpoint, step_of
 from megatron_dppo.bridge.chunks import dtype_in, read_tensor, tensor_bytes
-from megatron_dppo.bridge.convert import check_files, write_weights
+from megatron_dppo.bridge.convert import WORKERS, check_files, write_weights
 from megatron_dppo.bridge.convert_commands import chosen_dtype, describe_weights, directory_of, stored_policy
 from megatron_dppo.bridge.export import describe_policy
 from megatron_dppo.bridge.hf_directory import ADAPTERS, MODEL, plan_adapter_file, plan_files, write_adapter_config
@@ -40,8 +39,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``megatron-dppo export``."""
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a run: its last checkpoint is taken")
     parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="directory to make (default: RUN/export)")
-    merge = "of a run with model.lora: merge its adapters into the policy that it began from (default: for PEFT, alone)"
-    parser.add_argument("--merge", action="store_true", help=merge)
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with model.lora: merge its adapters into the policy that it began from "
+        "(default: for PEFT, alone)",
+    )
     parser.add_argument("--card", action="store_true", help="write a model card, README.md, from what the run recorded")
     parser.add_argument("--push", metavar="REPO", help="upload it as the hub's REPO (user/name), made private")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="of weights (default: as stored)")
@@ -89,12 +92,11 @@ def export(chosen: argparse.Namespace) -> None:
         kind = kind._replace(files=(*kind.files, CARD))
     sources = [checkpoint, hf, *filter(None, [base])]
     check_replaceable(out, plan.total_bytes, "OUT", kind, sources=sources, overwrite=chosen.overwrite)
-    workers = min(4, os.cpu_count() or 1)
-    check_files(policy, workers)
-    rows: Rows = _merge(policy, adapters, base, shape, trained, workers) if adapters and base else policy.rows
+    check_files(policy, WORKERS)
+    rows: Rows = _merge(policy, adapters, base, shape, trained) if adapters and base else policy.rows
     with in_place(out, "OUT") as draft:
         describe(draft)
-        write_weights(plan, draft, lambda name: rows(name, dtype), workers)
+        write_weights(plan, draft, lambda name: rows(name, dtype), WORKERS)
     print(f"{out}: {weights}")
     if chosen.card:
         step = step_of(checkpoint)
@@ -155,9 +157,7 @@ Rows = Callable[[str, torch.dtype], Iterable[memoryview]]
 """The bytes of a tensor in a policy of this type, by its Hugging Face name."""
 
 
-def _merge(
-    policy: StoredPolicy, adapters: Adapters, base: Path, shape: PolicyShape, trained: torch.dtype, workers: int
-) -> Rows:
+def _merge(policy: StoredPolicy, adapters: Adapters, base: Path, shape: PolicyShape, trained: torch.dtype) -> Rows:
     """Return W + alpha/rank · B A in the place of every matrix that has adapters, and all other weights as they are.
 
     The sum is taken in fp32 and rounded once to ``trained``, the run's type, as the run's own export and its servers
@@ -173,7 +173,7 @@ def _merge(
     chunks: Callable[[str], Sequence[Chunk]]
     if adapters.setting == "checkpoint":
         whole = StoredPolicy(find_checkpoint(base, "model.checkpoint"), shape, "model.checkpoint")
-        check_files(whole, workers)
+        check_files(whole, WORKERS)
         chunks = whole.chunks
     else:
         chunks = {name: [each] for name, each in check_weights(base, shape).items()}.__getitem__

@@ -82,13 +82,19 @@ def write_model(
     family = family or ("qwen3_moe" if experts else "qwen3")
     if family not in ARCHITECTURES:
         raise UserError("--family", family, "is no supported family", f"Give one of {', '.join(ARCHITECTURES)}")
-    size = PolicyShape(layers, hidden, heads, kv_heads, head_dim, ffn, 0, tie, ROPE_THETA, RMS_EPS, MAX_POSITIONS)
-    size = replace(size, architecture=ARCHITECTURES[family], experts=experts)
-    size = replace(size, experts_per_token=experts_per_token if experts else 0)
+    sizes = layers, hidden, heads, kv_heads, head_dim, ffn, 0, tie, ROPE_THETA, RMS_EPS, MAX_POSITIONS
+    size = PolicyShape(*sizes, ARCHITECTURES[family], experts, experts_per_token if experts else 0)
     if "attention_interval" in size.family.keys:
-        interval, narrow = min(4, layers), head_dim // 2
-        size = replace(size, attention_interval=interval, rotary_fraction=0.25, delta_keys=heads, delta_taps=4)
-        size = replace(size, delta_values=2 * heads, delta_key_dim=narrow, delta_value_dim=narrow)
+        size = replace(
+            size,
+            attention_interval=min(4, layers),
+            rotary_fraction=0.25,
+            delta_keys=heads,
+            delta_values=2 * heads,
+            delta_key_dim=head_dim // 2,
+            delta_value_dim=head_dim // 2,
+            delta_taps=4,
+        )
     if "shared_ffn" in size.family.keys:
         size = replace(size, shared_ffn=ffn)
     if shape:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
 
-from megatron_dppo.bridge.mapping import Entry, Slice, exact_tensors
+from megatron_dppo.bridge.mapping import Entry, Slice, Stored, exact_tensors
 from megatron_dppo.bridge.safetensors_files import Chunk
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
@@ -43,47 +44,34 @@ def stored_dtype(tensors: Mapping[str, Chunk], shape: PolicyShape) -> torch.dtyp
     return reduce(torch.promote_types, {TYPES[each.dtype] for name, each in tensors.items() if name not in exact})
 
 
-def parameter_chunks(entry: Entry, tensors: Mapping[str, Chunk]) -> list[Chunk]:
-    """Chunks of a whole parameter, without the padding of a vocabulary.
+def parameter_chunks(part: Stored, tensors: Mapping[str, Chunk]) -> list[Chunk]:
+    """Chunks of a parameter's rows, without the padding of a vocabulary.
 
     Args:
-        tensors: the entry's Hugging Face tensors.
+        tensors: the Hugging Face tensors of its entry.
     """
-    return [tensors[part.name].cut(part.start, part.length, row) for part, row in _stacked(entry) if part.name]
+    return [tensors[rows.name].cut(rows.start, rows.length, top) for rows, top in _stacked(part) if rows.name]
 
 
-def rows_of(chunks: Iterable[Chunk], start: int, rows: int) -> list[Chunk]:
-    """Chunks of ``rows`` rows of a matrix from row ``start`` on."""
-    cut = []
-    for chunk in chunks:
-        low, high = max(start, chunk.row), min(start + rows, chunk.row + chunk.rows)
-        if low < high:
-            cut.append(chunk.cut(low - chunk.row, high - low, low - start))
-    return cut
-
-
-def tensor_chunks(entry: Entry, chunks: Sequence[Chunk]) -> dict[str, list[Chunk]]:
-    """The way back: what the entry's Hugging Face tensors are made of, by name.
+def tensor_chunks(name: str, part: Stored, chunks: Iterable[Chunk]) -> list[Chunk]:
+    """The way back: chunks of a Hugging Face tensor that lie in a parameter's rows.
 
     Args:
-        chunks: of the parameter, cut in any way.
+        chunks: of these rows, cut in any way.
     """
-    found: dict[str, list[Chunk]] = {name: [] for name in entry.tensors}
-    for part, row in _stacked(entry):
-        for chunk in chunks:
-            low, high = max(row, chunk.row), min(row + part.length, chunk.row + chunk.rows)
-            if part.name and low < high:
-                found[part.name].append(chunk.cut(low - chunk.row, high - low, part.start + low - row))
+    found = []
+    for rows, top in _stacked(part):
+        for chunk in chunks if rows.name == name else ():
+            low, high = max(top, chunk.row), min(top + rows.length, chunk.row + chunk.rows)
+            if low < high:
+                found.append(chunk.cut(low - chunk.row, high - low, rows.start + low - top))
     return found
 
 
-def _stacked(entry: Entry) -> Iterator[tuple[Slice, int]]:
-    """The rows of tensors that lie below one another in the parameter of a single rank, and where each begins there."""
-    row = 0
-    by_row = (Slice(name, 0, shape[0]) for name, shape in entry.tensors.items())
-    for part in entry.slices(0, 1) if entry.axis == 0 else by_row:
-        yield part, row
-        row += part.length
+def _stacked(part: Stored) -> Iterator[tuple[Slice, int]]:
+    """The rows of tensors, and where each begins in the parameter's rows."""
+    lengths = [rows.length for rows in part.rows]
+    return zip(part.rows, accumulate(lengths, initial=0), strict=False)
 
 
 def read_rows(shape: Sequence[int], chunks: Iterable[Chunk], dtype: torch.dtype) -> Iterator[memoryview]:

@@ -7,6 +7,7 @@ part. Only the comparison of logits imports Megatron-Core and transformers.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.bridge.checkpoint_folder import HF_FOLDER, RELEASE, TRACKER, FileChecksum
-from megatron_dppo.bridge.chunks import FilePlan, dtype_in, parameter_chunks, read_rows, rows_of, writing
+from megatron_dppo.bridge.chunks import FilePlan, dtype_in, parameter_chunks, read_rows, writing
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer, write_index
 from megatron_dppo.bridge.mapping import Stored, parameters
 from megatron_dppo.bridge.safetensors_files import Chunk, check_weights
@@ -30,6 +31,8 @@ from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.streams import progress
 
 K = TypeVar("K")
+WORKERS = min(4, os.cpu_count() or 1)
+"""Threads that convert, by default."""
 
 
 def write_megatron(tensors: Mapping[str, Chunk], plan: FilePlan[Stored], source: Path, out: Path, workers: int) -> None:
@@ -52,8 +55,7 @@ def write_megatron(tensors: Mapping[str, Chunk], plan: FilePlan[Stored], source:
     checksums: dict[str, FileChecksum] = {}
 
     def rows(part: Stored) -> Iterable[memoryview]:
-        chunks = rows_of(parameter_chunks(part.entry, tensors), part.start, part.rows)
-        return read_rows(part.shape, chunks, dtype_in(plan.dtype, part.entry))
+        return read_rows(part.shape, parameter_chunks(part, tensors), dtype_in(plan.dtype, part.entry))
 
     write_tensors(plan, release, rows, workers, "to Megatron")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.table import Table
 from megatron_dppo.bridge.checkpoint_folder import FORMAT, HF_FOLDER, RELEASE, TRACKER, find_checkpoint, warn_unchecked
 from megatron_dppo.bridge.chunks import BUFFER_BYTES, stored_dtype
 from megatron_dppo.bridge.convert import (
+    WORKERS,
     check_files,
     compare_logits,
     compare_tensors,
@@ -63,13 +63,23 @@ def from_hf(chosen: argparse.Namespace) -> None:
 
 
 def add_to_hf_arguments(parser: argparse.ArgumentParser) -> None:
-    checkpoint = "folder of checkpoints (RUN/checkpoints: the latest), or one"
-    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help=checkpoint)
+    parser.add_argument(
+        "checkpoint", metavar="CKPT", type=Path, help="folder of checkpoints (RUN/checkpoints: the latest), or one"
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
-    hf = f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the checkpoint)"
-    parser.add_argument("--hf", metavar="DIR", type=Path, help=hf)
-    size = "most in a file (default: %(default)s)"
-    parser.add_argument("--shard-gb", metavar="GB", type=positive(float), default=MAX_SHARD_BYTES / GB, help=size)
+    parser.add_argument(
+        "--hf",
+        metavar="DIR",
+        type=Path,
+        help=f"where configuration and tokenizer come from (default: {HF_FOLDER}/ beside the checkpoint)",
+    )
+    parser.add_argument(
+        "--shard-gb",
+        metavar="GB",
+        type=positive(float),
+        default=MAX_SHARD_BYTES / GB,
+        help="most in a file (default: %(default)s)",
+    )
     _add_common(parser)
 
 
@@ -124,16 +134,21 @@ def stored_policy(checkpoint: Path, shape: PolicyShape, lora: LoraConfig | None 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     """The options that both commands have."""
-    dtype = "of the weights (default: as stored)"
-    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help=dtype)
-    workers = min(4, os.cpu_count() or 1)
-    parser.add_argument("--workers", type=positive(int), default=workers, help="threads (default: %(default)s)")
-    verify = "read what was written and compare every tensor's hash; all (the default of --verify): logits as well"
-    parser.add_argument("--verify", nargs="?", choices=["tensors", "all"], const="all", help=verify)
-    dry_run = "check everything, print what would be written, and stop"
-    parser.add_argument("--dry-run", action="store_true", help=dry_run)
-    overwrite = "replace what an earlier conversion left in OUT"
-    parser.add_argument("--overwrite", action="store_true", help=overwrite)
+    parser.add_argument(
+        "--dtype", choices=["auto", *DTYPES], default="auto", help="of the weights (default: as stored)"
+    )
+    parser.add_argument("--workers", type=positive(int), default=WORKERS, help="threads (default: %(default)s)")
+    parser.add_argument(
+        "--verify",
+        nargs="?",
+        choices=["tensors", "all"],
+        const="all",
+        help="read what was written and compare every tensor's hash; all (the default of --verify): logits as well",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print what would be written, and stop"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier conversion left in OUT")
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:

@@ -82,11 +82,9 @@ class Entry:
     @property
     def stored(self) -> tuple[Stored, ...]:
         """What of it has keys of its own in Megatron's distributed format."""
-        sections, start = [], 0
-        for _, name, kind in self.mapping.sections:
-            sections.append(Stored(self, f"{self.key}.{name}", start, size := self.shape.extents[kind]))
-            start += size
-        return tuple(sections) or (Stored(self, self.key, 0, self.shard_shape(1)[0]),)
+        sections = enumerate(name for _, name, _ in self.mapping.sections)
+        parts = tuple(Stored(self, f"{self.key}.{name}", number) for number, name in sections)
+        return parts or (Stored(self, self.key),)
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -148,12 +146,6 @@ class Entry:
         """
         extents = {name: shape[self.axis] for name, shape in self.tensors.items()}
         match self.mapping.split:
-            case Split.REPLICATED:
-                return tuple(Slice(name, 0, extent) for name, extent in extents.items())
-            case Split.COLUMN | Split.ROW:
-                return tuple(
-                    Slice(name, *_part(extent, tp_rank, tp, f"slices of {name}")) for name, extent in extents.items()
-                )
             case Split.VOCABULARY:
                 ((name, vocabulary),) = extents.items()
                 start, stop = _part(padded_vocab(vocabulary, tp), tp_rank, tp, "tokens")
@@ -175,15 +167,16 @@ class Entry:
                     pieces += [(query, 2 * head + gate) for gate in (0, 1) for head in of_group]
                     pieces += [(name, group) for name in others]
                 return tuple(Slice(name, place * size, (place + 1) * size) for name, place in pieces)
-            case Split.SECTIONS:
-                names, begins = list(extents), dict.fromkeys(extents, 0)
-                cut = []
-                for number, section, kind in self.mapping.sections:
-                    name, size = names[number], self.shape.extents[kind]
-                    start, stop = _part(size, tp_rank, tp, f"{section} features")
-                    cut.append(Slice(name, begins[name] + start, begins[name] + stop))
-                    begins[name] += size
-                return tuple(cut)
+            case Split.REPLICATED:
+                tp_rank, tp = 0, 1
+        names, begins = list(extents), dict.fromkeys(extents, 0)
+        sections = [(names[number], self.shape.extents[kind]) for number, _, kind in self.mapping.sections]
+        cut = []
+        for name, size in sections or extents.items():
+            start, stop = _part(size, tp_rank, tp, f"features of {name}")
+            cut.append(Slice(name, begins[name] + start, begins[name] + stop))
+            begins[name] += size
+        return tuple(cut)
 
     def _numbered(self, name: str) -> str:
         return name.format(layer=self.layer, expert=self.expert, body=self.shape.family.body)
@@ -195,13 +188,20 @@ class Stored:
 
     entry: Entry
     key: str
-    start: int
-    rows: int
+    section: int | None = None
+    """Its number among the mapping's sections; None: there are none."""
+
+    @property
+    def rows(self) -> tuple[Slice, ...]:
+        """Rows of Hugging Face tensors that it consists of, below one another."""
+        tensors = self.entry.tensors.items()
+        rows = tuple(Slice(name, 0, size[0]) for name, size in tensors) if self.entry.axis else self.entry.slices(0, 1)
+        return rows if self.section is None else rows[self.section : self.section + 1]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter's rows."""
-        return (self.rows, *self.entry.shard_shape(1)[1:])
+        return (sum(part.length for part in self.rows), *self.entry.shard_shape(1)[1:])
 
     @property
     def block_shape(self) -> tuple[int, ...]:

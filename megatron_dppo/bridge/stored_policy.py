@@ -212,10 +212,10 @@ class StoredPolicy:
         entry = self.entries[name]
         with refusing_damage(self._folder, self._setting):
             try:
-                found = [self._chunk(part, block) for part in entry.stored for block in self._blocks[part]]
+                blocks = {part: [self._chunk(part, block) for block in self._blocks[part]] for part in entry.stored}
             except Exception as error:  # whatever reading a damaged archive raises
                 raise DamagedError(f"{entry.key} cannot be read ({error})") from error
-        return tensor_chunks(entry, found)[name]
+        return [chunk for part, chunks in blocks.items() for chunk in tensor_chunks(name, part, chunks)]
 
     def _place(self, part: Stored, block: ChunkStorageMetadata) -> _StorageInfo:
         return self._storage[MetadataIndex(part.key, block.offsets)]
@@ -233,7 +233,7 @@ class StoredPolicy:
         if size != prod(block.sizes) * dtype.itemsize:
             raise ValueError(f"{size} bytes in {file.name} do not fit the shape {list(block.sizes)}")
         row, column = (*block.offsets[leading:], 0)[:2]
-        return Chunk(file, start, TYPE_NAMES[dtype], (*block.sizes[leading:],), part.start + row, column)
+        return Chunk(file, start, TYPE_NAMES[dtype], (*block.sizes[leading:],), row, column)
 
     def _check_files(self) -> None:
         sizes: dict[str, int] = defaultdict(int)

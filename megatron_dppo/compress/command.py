@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.bridge.chunks import stored_dtype
-from megatron_dppo.bridge.convert import draw_tokens, load_transformers, logits_dtype, measure_difference
+from megatron_dppo.bridge.convert import WORKERS, draw_tokens, load_transformers, logits_dtype, measure_difference
 from megatron_dppo.bridge.convert_commands import naming, positive
 from megatron_dppo.bridge.hf_directory import MODEL, plan_files
 from megatron_dppo.bridge.mapping import parameters
@@ -34,13 +33,26 @@ Sequences = Sequence[WorkedAnswer]
 
 def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``megatron-dppo compress``."""
-    source = "the larger policy: a Hugging Face directory, a run, or an id on the hub"
-    parser.add_argument("source", metavar="MODEL", type=Path, help=source)
+    parser.add_argument(
+        "source",
+        metavar="MODEL",
+        type=Path,
+        help="the larger policy: a Hugging Face directory, a run, or an id on the hub",
+    )
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
-    keep = "fraction of all layers' weights to keep, without embeddings"
-    parser.add_argument("--keep", metavar="FRACTION", type=float, required=True, help=keep)
-    method = "remove feed-forward units (width), layers (depth), or units and attention (2ssp) (default: %(default)s)"
-    parser.add_argument("--method", choices=list(SCORES), default="width", help=method)
+    parser.add_argument(
+        "--keep",
+        metavar="FRACTION",
+        type=float,
+        required=True,
+        help="fraction of all layers' weights to keep, without embeddings",
+    )
+    parser.add_argument(
+        "--method",
+        choices=list(SCORES),
+        default="width",
+        help="remove feed-forward units (width), layers (depth), or units and attention (2ssp) (default: %(default)s)",
+    )
     scores = "; ".join(f"{method}: {', '.join(names)}" for method, names in SCORES.items())
     parser.add_argument("--score", help=f"order of the parts, the default first. {scores}")
     part = (
@@ -48,31 +60,65 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
         "which keep their size"
     )
     parser.add_argument("--part", choices=PARTS, default="block", help=part)
-    calibrate = "prompts with responses for the scores: the --out folder of `megatron-dppo eval`, or a file"
-    parser.add_argument("--calibrate", metavar="FOLDER|FILE", type=Path, help=calibrate)
+    parser.add_argument(
+        "--calibrate",
+        metavar="FOLDER|FILE",
+        type=Path,
+        help="prompts with responses for the scores: the --out folder of `megatron-dppo eval`, or a file",
+    )
     for side in ("prompt", "response"):
-        column = f"column of {side}s in a file (default: %(default)s)"
-        parser.add_argument(f"--{side}-key", metavar="COLUMN", default=side, help=column)
+        parser.add_argument(
+            f"--{side}-key", metavar="COLUMN", default=side, help=f"column of {side}s in a file (default: %(default)s)"
+        )
     parser.add_argument("--chat-template", action="store_true", help="put a file's prompts in the chat template")
-    count = "sequences for the scores; as many other sequences measure the loss (default: %(default)s)"
-    parser.add_argument("--sequences", metavar="N", type=positive(int), default=256, help=count)
-    longest = "truncate sequences to N tokens (default: %(default)s)"
-    parser.add_argument("--max-tokens", metavar="N", type=positive(int), default=2048, help=longest)
-    pairs = "measure Shapley values on N pairs of random halves of the layers (default: leave out one layer at a time)"
-    parser.add_argument("--subnetworks", metavar="N", type=positive(int), help=pairs)
-    multiple = "keep a multiple of N units per layer (default: %(default)s; give 128 x layout.tp)"
-    parser.add_argument("--multiple", metavar="N", type=positive(int), default=MULTIPLE, help=multiple)
-    zeros = "let 2ssp write removed attention as zeros, which keep their size: config.json has no sign for its absence"
-    parser.add_argument("--zero-attention", action="store_true", help=zeros)
-    seed = "of sequences, subnetworks and random scores (default: %(default)s)"
-    parser.add_argument("--seed", type=_parse_seed, default=1, help=seed)
-    workers = min(4, os.cpu_count() or 1)
-    threads = "threads that write (default: %(default)s)"
-    parser.add_argument("--workers", type=positive(int), default=workers, help=threads)
-    verify = "load the written policy, and compare its logits with MODEL's without the removed parts"
-    parser.add_argument("--verify", action="store_true", help=verify)
-    dry_run = "check everything, print what would be written, and stop"
-    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    parser.add_argument(
+        "--sequences",
+        metavar="N",
+        type=positive(int),
+        default=256,
+        help="sequences for the scores; as many other sequences measure the loss (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=positive(int),
+        default=2048,
+        help="truncate sequences to N tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--subnetworks",
+        metavar="N",
+        type=positive(int),
+        help="measure Shapley values on N pairs of random halves of the layers "
+        "(default: leave out one layer at a time)",
+    )
+    parser.add_argument(
+        "--multiple",
+        metavar="N",
+        type=positive(int),
+        default=MULTIPLE,
+        help="keep a multiple of N units per layer (default: %(default)s; give 128 x layout.tp)",
+    )
+    parser.add_argument(
+        "--zero-attention",
+        action="store_true",
+        help="let 2ssp write removed attention as zeros, which keep their size: "
+        "config.json has no sign for its absence",
+    )
+    parser.add_argument(
+        "--seed", type=_parse_seed, default=1, help="of sequences, subnetworks and random scores (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers", type=positive(int), default=WORKERS, help="threads that write (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="load the written policy, and compare its logits with MODEL's without the removed parts",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print what would be written, and stop"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a model directory in OUT")
 
 

@@ -1,15 +1,15 @@
-"""Files of the smaller policy, written from the files of the larger policy a few rows at a time."""
+"""Files of the smaller policy, written from the files of the larger policy a tensor at a time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_dppo.bridge.chunks import FilePlan, read_rows
+from megatron_dppo.bridge.chunks import FilePlan, read_tensor, tensor_bytes
 from megatron_dppo.bridge.convert import write_weights
 from megatron_dppo.bridge.hf_directory import copy_config_and_tokenizer
 from megatron_dppo.bridge.safetensors_files import Chunk
@@ -48,40 +48,25 @@ def write_policy(
     copy_config_and_tokenizer(source, out, plan.dtype)
     _change_config(out / "config.json", shape, cut)
     write_json(out / RECORD, record)
-    write_weights(plan, out, lambda name: read_cut_tensor(name, tensors, cut, plan.dtype), workers, "writing")
+    write_weights(
+        plan, out, lambda name: [tensor_bytes(read_cut_tensor(name, tensors, cut, plan.dtype))], workers, "writing"
+    )
 
 
-def read_cut_tensor(name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: torch.dtype) -> Iterator[memoryview]:
-    """Read a tensor of the smaller policy, by its name there, from its first row to its last.
-
-    Every yielded buffer is overwritten by the next.
-    """
+def read_cut_tensor(name: str, tensors: Mapping[str, Chunk], cut: Cut, dtype: torch.dtype) -> torch.Tensor:
+    """Read a tensor of the smaller policy, by its name there."""
     parts = name.split(".")
     if parts[1] != "layers":
-        chunk = tensors[name]
-        yield from read_rows((chunk.rows, chunk.columns), [chunk], dtype)
-        return
-    layer = cut.layers[int(parts[2])]
+        return read_tensor(tensors[name].shape, [tensors[name]], dtype)
+    layer, module = cut.layers[int(parts[2])], parts[-2]
     parts[2] = str(layer)
     chunk = tensors[".".join(parts)]
-    module = parts[-2]
-    kept = None
-    if cut.units and module in ("gate_proj", "up_proj", "down_proj"):
-        kept = torch.zeros(chunk.columns if module == "down_proj" else chunk.rows, dtype=torch.bool)
-        kept[list(cut.units[layer])] = True
     zeroed = {"o_proj": cut.zero_attention, "down_proj": cut.zero_feed_forward}.get(module, ())
     # Rows without a chunk are zeros.
-    chunks = [] if layer in zeroed else [chunk]
-    top = 0
-    for data in read_rows((chunk.rows, chunk.columns), chunks, dtype):
-        if kept is None:
-            yield data
-            continue
-        block = torch.frombuffer(data, dtype=dtype).view(-1, chunk.columns)
-        bottom = top + len(block)
-        block = block[:, kept] if module == "down_proj" else block[kept[top:bottom]]
-        top = bottom
-        yield memoryview(block.flatten().view(torch.uint8).numpy())
+    tensor = read_tensor(chunk.shape, [] if layer in zeroed else [chunk], dtype)
+    if cut.units and module in ("gate_proj", "up_proj", "down_proj"):
+        return tensor.index_select(int(module == "down_proj"), torch.tensor(cut.units[layer]))
+    return tensor
 
 
 def _change_config(file: Path, shape: PolicyShape, cut: Cut) -> None:
