@@ -105,6 +105,16 @@ class World:
             raise failure
         return value
 
+    def poll(self, look: Callable[[], T | None]) -> T:
+        """Call ``look`` on rank 0 until it returns a value, and return the value on every rank.
+
+        ``look`` waits for at most a second: however long the value takes, ranks wait in short exchanges. Its exception
+        is raised on every rank. Collective.
+        """
+        while (found := self.from_leader(look)) is None:
+            pass
+        return found
+
     def wait_for_all(self, what: str) -> None:
         """Wait until every rank is here, for as long as ``rollout.timeout_s``. Collective.
 

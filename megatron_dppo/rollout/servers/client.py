@@ -6,7 +6,7 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,10 +45,6 @@ class ServerInfo:
     """Path of the model that it was started with."""
     architecture: str | None
     """``Qwen3ForCausalLM``; None where the server does not say."""
-    ranks: int
-    """Its ranks, each of which joins a group for weights."""
-    version: str
-    """Version of its weights, as last set."""
     dtype: str | None
     """Type of its weights, ``float32``; None if not reported."""
     max_tokens: int | None
@@ -154,36 +150,50 @@ def ask_all(
     return http.run_on_leader(world, ask_each)
 
 
+@dataclass(eq=False)
 class ServerClient(ABC):
     """One server. Every method raises :class:`ServerError` where the server fails it.
+
+    ``SglangClient("http://127.0.0.1:30000", http, process=0, life=1)`` is the first server that the run started; it was
+    started again once. Clients are sent between ranks, and each rank sets ``http``. Clients of one life are equal.
 
     The order of an update is: ``pause``, ``begin_update``, any number of ``update_from_distributed`` (or one
     ``update_from_disk``, ``load_adapter`` or ``load_adapter_from``), ``end_update``, ``flush`` unless requests are
     kept in flight, ``resume``. ``version`` then returns the new version.
-
-    Args:
-        url: ``http://host:port``, without a slash at the end.
-        http: through which to speak.
-        secret: to be shown with every request; None where the server wants none.
-        timeout_s: how long any one step of an update may take.
-        ranks: of the server, where they are known already; ``info`` finds them out.
-        seeded: whether its requests may carry a seed; ``info`` finds that out, too.
-        adapted: whether it generates with an adapter, which updates bring.
     """
 
-    def __init__(
-        self,
-        url: str,
-        http: Http,
-        *,
-        secret: str | None = None,
-        timeout_s: float = 300.0,
-        ranks: int = 1,
-        seeded: bool = True,
-        adapted: bool = False,
-    ) -> None:
-        self.url, self.http, self.secret, self.timeout_s = url, http, secret, timeout_s
-        self.ranks, self.seeded, self.adapted = ranks, seeded, adapted
+    url: str
+    """``http://host:port``, without a slash at the end."""
+    http: Http
+    _: KW_ONLY
+    secret: str | None = None
+    """Shown with every request; None where the server wants none."""
+    timeout_s: float = 300.0
+    """Seconds that any one step of an update may take."""
+    adapted: bool = False
+    """Whether it generates with an adapter, which updates bring."""
+    process: int | None = None
+    """Its number among the servers that the run starts; None where it was given."""
+    life: int = 0
+    """How often it has come back. Connections and groups of an earlier life are gone."""
+    ranks: int = 1
+    """Its ranks, each of which joins a group for weights; set by ``info``."""
+    seeded: bool = True
+    """Whether its requests may carry a seed; set by ``info``."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ServerClient) and (self.url, self.life) == (other.url, other.life)
+
+    def __hash__(self) -> int:
+        return hash((self.url, self.life))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "http": None}
+
+    @property
+    def name(self) -> str:
+        """The URL without its scheme, for the log."""
+        return self.url.partition("//")[2]
 
     async def get(self, path: str, *, timeout_s: float = CONTROL_S, **query: str) -> Any:
         return await self.http.call("GET", self.url, path, query=query or None, secret=self.secret, timeout_s=timeout_s)

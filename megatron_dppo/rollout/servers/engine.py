@@ -26,8 +26,8 @@ from megatron_dppo.rollout.servers.client import ServerClient
 from megatron_dppo.rollout.servers.conversations import Conversations
 from megatron_dppo.rollout.servers.dispatch import Dispatcher
 from megatron_dppo.rollout.servers.http import EXCHANGE_S, Http
-from megatron_dppo.rollout.servers.launch import SECRET, spec_of
-from megatron_dppo.rollout.servers.pool import Server, ServerPool
+from megatron_dppo.rollout.servers.launch import SECRET
+from megatron_dppo.rollout.servers.pool import ServerPool
 from megatron_dppo.rollout.servers.processes import new_secret
 from megatron_dppo.rollout.servers.sync import Sync, Timings
 from megatron_dppo.rollout.servers.transports import open_transport
@@ -70,13 +70,14 @@ class ServerEngine:
         run, given, new = world.from_leader(lambda: (new_secret()[:8], os.environ.get(SECRET) or None, new_secret()))
         self._run, self.secret = run, new if rollout.launch.count else given
         sync = rollout.sync
+        self.servers: tuple[ServerClient, ...] = ()
+        """Who serves."""
         self._source: WeightSource | None = None
         self._version = -1
         self._checking: Future[dict[str, str]] | None = None
         self._checked = self._spoke = 0.0
         self._resubmitted = self._retries = 0
         self._synced = self._late = False
-        self._clients: dict[Server, ServerClient] = {}
         with ExitStack() as opened:
             self._http = Http()
             opened.callback(self._http.close)
@@ -94,8 +95,8 @@ class ServerEngine:
             # A request would keep the adapter that it began with.
             self._sync = Sync(world, self._http, transport, "abort" if sync.adapter else sync.in_flight)
             self._dispatcher = self._new_dispatcher(rollout.attempts, self._conversations)
-            self.servers = self._http.run_on_leader(world, lambda: self._leaders_pool.open())
-            """Who serves."""
+            self._http.run_on_leader(world, lambda: self._leaders_pool.open())
+            self._set_servers(lambda pool: pool.servers)
             self._opened = opened.pop_all()
 
     @property
@@ -117,7 +118,7 @@ class ServerEngine:
             return None
         self._dispatcher.ask_no_more(pending)
         self._world.gather(None)  # only then servers abort: no rank asks them again
-        self._lose(self._sync.abort(self._serving()))
+        self._lose(self._sync.abort(self.servers))
         progress = self._dispatcher.progress(pending, BREAK_OFF_S)
         self._world.gather(None)  # and no rank has anything under way as they go on
         self.resume()
@@ -167,7 +168,7 @@ class ServerEngine:
         failed: Mapping[str, str] | None = None
         while self._config.rollout.colocated and failed != {}:
             self._wait_for_starting()
-            failed = self._sync.release(self._serving())
+            failed = self._sync.release(self.servers)
             self._lose(failed)  # and start it again, for which the step waits, too
 
     def update_weights(self, source: WeightSource, version: int) -> None:
@@ -180,12 +181,12 @@ class ServerEngine:
         retries = self._config.rollout.sync.retries
         problems: Mapping[str, str] | None = None
         for _ in range(retries + 1):
-            self.servers = self._world.from_leader(lambda: self._leaders_pool.welcome())
+            self._set_servers(ServerPool.welcome)
             if not self.servers:
                 self._wait_for_servers()
             every = self._config.rollout.sync.check_every
             verify = not self._synced or (every > 0 and version % every == 0)
-            problems = self._sync.update(self._serving(), source, f"{self._run}-{version}", verify=verify)
+            problems = self._sync.update(self.servers, source, f"{self._run}-{version}", verify=verify)
             if problems is None:
                 self._synced = True
                 return
@@ -197,8 +198,8 @@ class ServerEngine:
         raise UserError("rollout.sync.retries", retries, problem, remedy)
 
     def resume(self) -> None:
-        self._lose(self._sync.resume(self._serving()))
-        self._serve()
+        self._lose(self._sync.resume(self.servers))
+        self._dispatcher.serve_from(self.servers)
 
     def health(self) -> str | None:
         return None if self.servers else "no rollout server is left"
@@ -209,7 +210,7 @@ class ServerEngine:
         Raises:
             UserError: on every rank, if no server is left, and none comes back.
         """
-        batches: dict[Server, RequestBatch] = {}
+        batches: dict[ServerClient, RequestBatch] = {}
         self._checking, self._checked = None, time.monotonic()
 
         def look() -> dict[str, str] | None:
@@ -217,7 +218,7 @@ class ServerEngine:
             for server in self.servers:
                 if server not in batches:
                     alone = self._new_dispatcher(attempts=1)
-                    alone.serve_from([self._client(server)])
+                    alone.serve_from([server])
                     batches[server] = alone.begin(prompts, sampling, 0)
             asked = {server: batches[server] for server in self.servers}
             for batch in asked.values():
@@ -275,11 +276,8 @@ class ServerEngine:
         """Take servers out on every rank alike."""
         if not problems:
             return
-        self.servers = self._world.from_leader(lambda: self._leaders_pool.lose(problems))
-        self._serve()
-
-    def _serve(self) -> None:
-        self._dispatcher.serve_from(self._serving())
+        self._set_servers(lambda pool: pool.lose(problems))
+        self._dispatcher.serve_from(self.servers)
 
     def _recover(self) -> None:
         """Nobody serves: wait for a server to come back, and bring it up to date."""
@@ -291,15 +289,14 @@ class ServerEngine:
     def _wait_for_starting(self) -> None:
         """Wait for servers that are being started again: they would take the memory that a step trains in."""
 
-        def look() -> tuple[bool, tuple[Server, ...]]:
-            servers, starting = self._leaders_pool.welcome(), self._leaders_pool.starting
-            if starting:
-                time.sleep(EXCHANGE_S)
-            return starting, servers
+        def look(pool: ServerPool) -> tuple[ServerClient, ...] | None:
+            servers = pool.welcome()
+            if not pool.starting:
+                return servers
+            time.sleep(EXCHANGE_S)
+            return None
 
-        starting = True
-        while starting:
-            starting, self.servers = self._world.from_leader(look)
+        self._set_servers(look)
 
     def _wait_for_servers(self) -> None:
         """
@@ -309,8 +306,8 @@ class ServerEngine:
         began, timeout_s = time.monotonic(), self._config.rollout.timeout_s
         self._say_on_leader("no rollout server is left; waiting for one to come back")
 
-        def look() -> tuple[Server, ...]:
-            pool, restarts = self._leaders_pool, self._config.rollout.launch.restarts
+        def look(pool: ServerPool) -> tuple[ServerClient, ...] | None:
+            restarts = self._config.rollout.launch.restarts
             if servers := pool.welcome():
                 return servers
             if pool.hopeless:
@@ -322,29 +319,15 @@ class ServerEngine:
                 remedy = "Look into the servers' logs, start them again, and run the same command again: it resumes"
                 raise UserError("rollout.timeout_s", f"{timeout_s:g}", problem, remedy)
             time.sleep(EXCHANGE_S)
-            return ()
+            return None
 
-        while not (servers := self._world.from_leader(look)):
-            pass
-        self.servers = servers
+        self._set_servers(look)
 
-    def _serving(self) -> list[ServerClient]:
-        return [self._client(server) for server in self.servers]
-
-    def _client(self, server: Server) -> ServerClient:
-        """One client for each life of a server."""
-        if server not in self._clients:
-            rollout = self._config.rollout
-            self._clients[server] = spec_of(rollout.engine).client(
-                server.url,
-                self._http,
-                secret=self.secret,
-                timeout_s=rollout.sync.timeout_s,
-                ranks=server.ranks,
-                seeded=server.seeded,
-                adapted=rollout.sync.adapter,
-            )
-        return self._clients[server]
+    def _set_servers(self, look: Callable[[ServerPool], tuple[ServerClient, ...] | None]) -> None:
+        """Set the servers as soon as ``look`` returns them, called with the leader's pool. Collective."""
+        self.servers = self._world.poll(lambda: look(self._leaders_pool))
+        for server in self.servers:
+            server.http = self._http
 
     def _new_dispatcher(self, attempts: int, conversations: Conversations | None = None) -> Dispatcher:
         rollout = self._config.rollout

@@ -117,9 +117,6 @@ class Http:
     def run_on_leader(self, world: World, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run the leader's coroutine; its result on every rank. Collective.
 
-        Ranks wait in a short collective every ``EXCHANGE_S``, however long it takes: a slow server does not look like a
-        dead network.
-
         Args:
             world: the ranks.
             work: makes the coroutine; called on the leader alone. Its errors, and the coroutine's, are raised on
@@ -133,9 +130,7 @@ class Http:
             wait(futures, EXCHANGE_S)
             return (futures[0].result(),) if futures[0].done() else None
 
-        while (found := world.from_leader(look)) is None:
-            pass
-        return found[0]
+        return world.poll(look)[0]
 
     async def call(
         self,

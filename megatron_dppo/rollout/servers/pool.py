@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,33 +33,6 @@ MISSES = 2
 """Health checks in a row at which a server is lost."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A server that serves, as every rank knows it.
-
-    ``Server("http://127.0.0.1:30000", ranks=2, seeded=True, process=0, life=1)`` is the first one that the run started.
-    It has two ranks, and was started again once.
-    """
-
-    url: str
-    ranks: int
-    seeded: bool
-    """Whether its requests may carry a seed."""
-    process: int | None
-    """Its number among the servers that the run starts; None where it was given."""
-    life: int = 0
-    """How often it has come back. Connections and groups of an earlier life are gone."""
-
-    @property
-    def name(self) -> str:
-        """The URL without its scheme, for the log."""
-        return self.url.partition("//")[2]
-
-    @classmethod
-    def of(cls, client: ServerClient, process: int | None, life: int = 0) -> Server:
-        return cls(client.url, client.ranks, client.seeded, process, life)
 
 
 class ServerPool:
@@ -87,17 +59,17 @@ class ServerPool:
         self._secret, self._say = secret, say
         self.processes: list[ServerProcess] = []
         """Processes of the servers that the run starts."""
-        self._serving: dict[Server, ServerClient] = {}
-        self._returning: dict[Server, Future[ServerClient]] = {}
+        self._serving: list[ServerClient] = []
+        self._returning: dict[ServerClient, Future[ServerClient]] = {}
         """Lost servers; done when the server can generate again."""
         self._lost: dict[str, str] = {}  # why servers were taken out that have not come back, by their URLs
-        self._misses = Counter[Server]()
+        self._misses = Counter[ServerClient]()
         self._heard: dict[str, str] = {}
         """Last report of a given server that cannot generate yet, by its URL."""
         self._restarts = 0
         self._closed = False
 
-    async def open(self) -> tuple[Server, ...]:
+    async def open(self) -> None:
         """Start the servers that are ours, and wait until they and the given ones can generate.
 
         Raises:
@@ -110,29 +82,26 @@ class ServerPool:
             process.start()
         ours = [
             self._said(
-                wait_ready(process, self._client, launch.wait_s),
+                wait_ready(process, partial(self._client, process=number), launch.wait_s),
                 self._until_ready(process.name, f"its log is {process.log}"),
             )
-            for process in self.processes
+            for number, process in enumerate(self.processes)
         ]
         given = [
             self._said(self._given(url, launch.wait_s), self._until_ready(url, NOTHING))
             for url in server_urls(self._config)
         ]
         started, found = await asyncio.gather(asyncio.gather(*ours), asyncio.gather(*given))
-        clients: list[tuple[int | None, ServerClient]] = list(enumerate(started))
-        clients += [(None, client) for group in found for client in group]
-        for number, client in clients:
+        for client in [*started, *(client for group in found for client in group)]:
             await self._check(client)
-            self._serving[Server.of(client, number)] = client
-        return self.servers
+            self._serving.append(client)
 
     @property
-    def servers(self) -> tuple[Server, ...]:
+    def servers(self) -> tuple[ServerClient, ...]:
         """Who serves now."""
         return tuple(self._serving)
 
-    def lose(self, problems: Mapping[str, str]) -> tuple[Server, ...]:
+    def lose(self, problems: Mapping[str, str]) -> tuple[ServerClient, ...]:
         """Take servers out, and have them come back if they can.
 
         Args:
@@ -144,7 +113,8 @@ class ServerPool:
         for server in [server for server in self._serving if server.url in problems]:
             self._say(f"server {server.name} is taken out: it {problems[server.url]}")
             self._lost[server.url] = problems[server.url]
-            self._recall(server, self._serving.pop(server))
+            self._serving.remove(server)
+            self._recall(server)
         return self.servers
 
     @property
@@ -152,7 +122,7 @@ class ServerPool:
         """Which servers are lost, and why."""
         return "; ".join(f"server {url} {problem}" for url, problem in self._lost.items())
 
-    def welcome(self) -> tuple[Server, ...]:
+    def welcome(self) -> tuple[ServerClient, ...]:
         """Take servers in that can generate again. They need an update of the weights. Who serves then."""
         for server, returning in list(self._returning.items()):
             if not returning.done():
@@ -162,12 +132,11 @@ class ServerPool:
                 client = returning.result()
             except Exception as error:  # whatever went wrong with one server is no reason to stop
                 self._say(f"server {server.name} did not come back: {error}")
-                self._recall(server, self._client(server.url))
+                self._recall(server)
             else:
-                back = Server.of(client, server.process, server.life + 1)
-                self._serving[back] = client
-                self._lost.pop(server.url, None)
-                self._say(f"server {back.name} is back")
+                self._serving.append(client)
+                self._lost.pop(client.url, None)
+                self._say(f"server {client.name} is back")
         return self.servers
 
     @property
@@ -185,16 +154,14 @@ class ServerPool:
 
         One that is silent is named after half of ``timeout_s``, and after ten seconds at the latest.
         """
-        serving = dict(self._serving)
+        serving = self.servers
 
-        def silent(server: Server, taken: float) -> str:
+        def silent(server: ServerClient, taken: float) -> str:
             limit = f"rollout.health_timeout_s = {timeout_s:g}"
             return f"server {server.name} is silent: no answer to a health check for {taken:.0f} s ({limit})"
 
         first = min(SAY_AFTER_S, timeout_s / 2)
-        asked = [
-            self._said(client.health(timeout_s), partial(silent, server), first) for server, client in serving.items()
-        ]
+        asked = [self._said(server.health(timeout_s), partial(silent, server), first) for server in serving]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         unfit = {}
         for server, answer in zip(serving, answers, strict=True):
@@ -295,14 +262,15 @@ class ServerPool:
         await client.resume()
         await client.health(self._config.rollout.health_timeout_s)
 
-    def _recall(self, server: Server, client: ServerClient) -> None:
+    def _recall(self, server: ServerClient) -> None:
         """Begin to bring a lost server back."""
+        connect = partial(self._client, process=server.process, life=server.life + 1)
         restarts = self._config.rollout.launch.restarts
         if server.process is None:
-            self._returning[server] = self._http.start(self._return(client))
+            self._returning[server] = self._http.start(self._return(connect(server.url)))
         elif self._restarts < restarts:
             self._restarts += 1
-            self._returning[server] = self._http.start(self._restart(self.processes[server.process]))
+            self._returning[server] = self._http.start(self._restart(self.processes[server.process], connect))
         else:
             words = self.processes[server.process].last_words()
             self._say(f"rollout.launch.restarts = {restarts} are used up" + (f":\n{words}" if words else ""))
@@ -316,9 +284,9 @@ class ServerPool:
                 await self._check(client)
                 return client
 
-    async def _restart(self, process: ServerProcess) -> ServerClient:
+    async def _restart(self, process: ServerProcess, connect: Callable[[str], ServerClient]) -> ServerClient:
         await asyncio.to_thread(self._restart_unless_closed, process)
-        client = await wait_ready(process, self._client, self._config.rollout.launch.wait_s)
+        client = await wait_ready(process, connect, self._config.rollout.launch.wait_s)
         await self._check(client)
         return client
 
@@ -329,10 +297,17 @@ class ServerPool:
         if self._closed:  # meanwhile
             process.stop()
 
-    def _client(self, url: str) -> ServerClient:
-        rollout = self._config.rollout
-        client = spec_of(rollout.engine).client
-        return client(url, self._http, secret=self._secret, timeout_s=rollout.sync.timeout_s)
+    def _client(self, url: str, process: int | None = None, life: int = 0) -> ServerClient:
+        sync = self._config.rollout.sync
+        return spec_of(self._config.rollout.engine).client(
+            url,
+            self._http,
+            secret=self._secret,
+            timeout_s=sync.timeout_s,
+            adapted=sync.adapter,
+            process=process,
+            life=life,
+        )
 
     async def _check(self, client: ServerClient) -> None:
         """

@@ -65,9 +65,7 @@ class SglangClient(ServerClient):
         return ServerInfo(
             model=model["model_path"],
             architecture=(model.get("architectures") or [None])[0],
-            ranks=self.ranks,
             stages=stages,
-            version=str(model["weight_version"]),
             dtype=_dtype(server.get("dtype")),
             max_tokens=server.get("context_length"),
             routing=bool(server.get("enable_return_routed_experts")),

@@ -105,8 +105,6 @@ class VllmClient(ServerClient):
         return ServerInfo(
             model=model["model"],
             architecture=None,
-            ranks=self.ranks,
-            version=await self.version(),
             dtype=str(model["dtype"]).removeprefix("torch."),
             max_tokens=model["max_model_len"],
             routing=bool(config.get("aux_output_config", {}).get("enable_return_routed_experts")),

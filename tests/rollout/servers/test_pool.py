@@ -17,7 +17,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rollout.servers import pool
 from megatron_dppo.rollout.servers.client import ServerInfo
 from megatron_dppo.rollout.servers.http import Http
-from megatron_dppo.rollout.servers.pool import Server, ServerPool
+from megatron_dppo.rollout.servers.pool import ServerPool
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 from tests.policies import write_policy
@@ -40,7 +40,7 @@ class Described(SglangClient):
     properties: dict[str, Any]
 
     async def info(self) -> ServerInfo:
-        plain = {"model": "/m", "architecture": None, "ranks": 1, "version": "0", "dtype": None, "max_tokens": None}
+        plain = {"model": "/m", "architecture": None, "dtype": None, "max_tokens": None}
         return ServerInfo(**plain | self.properties)
 
 
@@ -105,7 +105,7 @@ def test_a_silent_server_is_named_before_its_removal(http: Http, monkeypatch: py
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = SglangClient(url_of(silent), http)
         serving = pool_of(http, say=said.append)
-        serving._serving[Server.of(client, None)] = client
+        serving._serving.append(client)
         assert http.run(serving.check(0.5)) == {}, "one miss is no loss"
         (named,) = said
         assert client.url.removeprefix("http://") in named and "is silent" in named
@@ -118,7 +118,7 @@ def test_a_lost_given_server_comes_back(http: Http, monkeypatch: pytest.MonkeyPa
     with silent_server() as url:
         client = SglangClient(url, http)
         serving = pool_of(http, say=said.append)
-        serving._serving[Server.of(client, None)] = client
+        serving._serving.append(client)
         assert serving.lose({url: "broke off"}) == ()
         assert happens(lambda: [server.life for server in serving.welcome()] == [1])
     name = url.removeprefix("http://")
