@@ -30,7 +30,7 @@ from megatron_dppo.process.files import check_replaceable, in_place, replace_tex
 from megatron_dppo.report.card import TAG, base_of, model_card
 from megatron_dppo.report.run import read_run
 from megatron_dppo.trainer.fingerprints import fingerprint
-from megatron_dppo.trainer.writer import Adapters, writer_in
+from megatron_dppo.trainer.writer import Adapters, read_state
 
 CARD = "README.md"
 
@@ -62,7 +62,7 @@ def export(chosen: argparse.Namespace) -> None:
     run, out = chosen.run, chosen.out or chosen.run / "export"
     found = read_run(run, run.resolve().name)
     checkpoint = find_checkpoint(run / "checkpoints", "RUN")
-    writer = writer_in(checkpoint)
+    writer = stored.writer if (stored := read_state(checkpoint)) else None
     adapters = writer.adapters if writer else None
     if chosen.merge and adapters is None:
         raise UserError("--merge", run, "trained all weights, and has no adapters to merge", "Leave it out")

@@ -57,7 +57,7 @@ from megatron_dppo.process.files import replacing_directory, replacing_file
 from megatron_dppo.process.streams import tell
 from megatron_dppo.trainer.fingerprints import fingerprints
 from megatron_dppo.trainer.shards import ShardSave
-from megatron_dppo.trainer.writer import FILES, Writer, read_state, write_state
+from megatron_dppo.trainer.writer import FILES, Writer, check_resumable, write_state
 
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.(partial|old)")
 
@@ -155,13 +155,13 @@ class Checkpoints:
         place = self._world.from_leader(self._latest)
         if place is None:
             return None
-        trainer_state, written = self._world.from_leader(lambda: read_state(place, self._writer))
+        stored = self._world.from_leader(lambda: check_resumable(place, self._writer))
         self._world.from_leader(lambda: check_policy(place, actor.shape, "run.dir", _adapters(actor)))
         self._world.together(lambda: self._check(place), what="check of a checkpoint")
         self._world.from_leader(lambda: _check_optimizers(place, actor))
-        state = _sharded_state(actor, written, loading=True)
+        state = _sharded_state(actor, self._writer, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
-        if written.optimizer == "plain":
+        if self._writer.optimizer == "plain":
             _restore_steps(state["optimizer"])
         if _adapters(actor):
             load_adapter_state(actor.chunks, state, self._world)
@@ -179,7 +179,7 @@ class Checkpoints:
                 group["step"] = int(group["step"])  # torch's Adam wrote a float, Transformer Engine's takes no such
         step = step_of(place)
         assert step is not None
-        return step, trainer_state
+        return step, stored.trainer
 
     def _latest(self) -> Path | None:
         """The checkpoint to go on from, on the leader."""

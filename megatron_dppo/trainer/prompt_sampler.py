@@ -78,7 +78,7 @@ class PromptOrder:
             seed: seed of the permutations (``run.seed``).
             weights: the sources' shares, up to a factor.
         """
-        self._size, self._seed = sum(sizes), seed
+        self._size = sum(sizes)
         self._shares = [weight / sum(weights) for weight in weights]
         firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
         self._sources = [SourceOrder(number, firsts[number], size, seed) for number, size in enumerate(sizes)]
@@ -114,23 +114,19 @@ class PromptOrder:
         """Where the order stands; JSON-able."""
         first, *others = [(source.epoch, source.position) for source in self._sources]
         where = {"epoch": first[0], "position": first[1], "others": others, "deferred": list(self._deferred)}
-        return {"size": self._size, "seed": self._seed, **where}
+        return {"size": self._size, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken.
 
         Raises:
-            UserError: if it was taken from another pool or another seed.
+            UserError: if it was taken from another number of prompts. Settings and files are compared before, see
+                ``resume.py``.
         """
+        if (before := state["size"]) != self._size:  # as generators may give, with the same settings
+            problem, remedy = f"the checkpoint was written with {before} prompts", "Resume with the same data"
+            raise UserError("data.train", f"{self._size} prompts", problem, f"{remedy}, or start another run.dir")
         places = [(state["epoch"], state["position"]), *state.get("others", ())]
-        remedy = "Resume with the same data and seed, or start another run.dir"
-        for setting, ours, before in (
-            ("data.train", f"{self._size} prompts", f"{state['size']} prompts"),
-            ("data.train", f"{len(self._sources)} sources", f"{len(places)} sources"),
-            ("run.seed", str(self._seed), str(state["seed"])),
-        ):
-            if ours != before:
-                raise UserError(setting, ours, f"the checkpoint was written with {before}", remedy)
         for source, place in zip(self._sources, places, strict=True):
             source.go_to(*place)
         self._deferred = list(state["deferred"])

@@ -34,7 +34,7 @@ from megatron_dppo.observe.private import has_secrets, public, public_text
 from megatron_dppo.process.files import replace_text
 from megatron_dppo.settings import as_yaml, flattened, settings
 from megatron_dppo.trainer.fingerprints import FUNCTIONS, HELD_OUT, PICKLED, difference, fingerprints
-from megatron_dppo.trainer.writer import Writer, files_of, read_state
+from megatron_dppo.trainer.writer import Writer, check_resumable, read_state
 
 HISTORY, IN_FORCE = "config_history.jsonl", "config.yaml"
 WARM_UP = "sft.json"
@@ -76,7 +76,7 @@ RULES: Mapping[str, Rule] = {
 
 - ``kept``: decides what a result is a result of, and changes with ``run.resume=anyway`` alone.
 - ``free``: how long, how fast and where.
-- ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.read_state` refuses a value that the stored weights or the
+- ``by the checkpoint``: :func:`~megatron_dppo.trainer.writer.check_resumable` refuses a value that the weights or the
   optimizer's state do not fit."""
 PROMPTS = ("data.", "run.seed", *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES))
 """Settings and files that decide the order of the prompts and each prompt's history."""
@@ -163,7 +163,8 @@ def changed_since(
     differ from those that it has read. See :func:`fingerprints` for ``given``."""
     entries = [entry for entry in read_history(folder) if entry.step < step]
     found = changes(entries[-1].settings, flat(config)) if entries else []
-    before = files_of(folder / "checkpoints" / iteration_name(step))
+    stored = read_state(folder / "checkpoints" / iteration_name(step))
+    before = stored.files if stored else {}
     now = fingerprints(config, given) if before else {}
     files = [Change(name, before.get(name), now.get(name)) for name in sorted(before.keys() | now.keys())]
     settings_of = tuple(change.key for change in found)  # which name other files now
@@ -193,7 +194,7 @@ def check_resume(config: Config, given: Mapping[str, str | None] | None = None) 
     place = latest_checkpoint(folder / "checkpoints")
     if place is None or (step := step_of(place)) is None:
         return
-    read_state(place, Writer.of(config))
+    check_resumable(place, Writer.of(config))
     other = [change for change in changed_since(folder, step, config, given) if change.of_results]
     if other and config.run.resume != "anyway":
         problem = "\n".join([f"holds {step} steps that were taken with other settings or files:", *map(str, other)])

@@ -138,6 +138,8 @@ def test_checkpoint_replaces_the_weights_of_a_policy(policy: Path, tmp_path: Pat
     [
         ("optimizer.distributed=false", "layout.pp=1", "optimizer.distributed"),
         ("model.dtype=bf16", "layout.pp=1", "model.dtype"),
+        ("model.lora.rank=2", "layout.pp=1", "model.lora.rank"),
+        ("layout.pp=1", "model.lora.rank=2", "model.lora.rank"),
     ],
 )
 def test_unfit_resume_is_refused(policy: Path, tmp_path: Path, written: str, resumed: str, setting: str) -> None:

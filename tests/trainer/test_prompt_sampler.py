@@ -280,15 +280,10 @@ def test_a_second_draw_of_a_step_repeats_no_prompt() -> None:
     assert {counts[prompt] for prompt in range(10)} == {4, 5}, "49 visits are five epochs but for one prompt"
 
 
-def test_the_order_of_another_pool_or_seed_is_refused() -> None:
+def test_order_of_another_number_of_prompts_is_refused() -> None:
     state = PromptOrder([14], 0).state_dict()
-    for order, words in (
-        (PromptOrder([6], 0), r"data\.train"),
-        (PromptOrder([9, 5], 0, [1.0, 3.0]), "2 sources"),
-        (PromptOrder([14], 1), r"run\.seed"),
-    ):
-        with pytest.raises(UserError, match=words):
-            order.load_state_dict(state)
+    with pytest.raises(UserError, match=r"data\.train = 6 prompts: the checkpoint was written with 14 prompts"):
+        PromptOrder([6], 0).load_state_dict(state)
 
 
 def test_a_source_too_small_for_a_share_is_named() -> None:
