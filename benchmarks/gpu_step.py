@@ -55,7 +55,7 @@ from megatron_dppo.config import HEAD_CHUNK_MIB, LayoutConfig, ModelConfig, Opti
 from megatron_dppo.estimate.assumptions import GIB, Assumptions
 from megatron_dppo.estimate.memory import actor_memory
 from megatron_dppo.estimate.workload import Placement, Setup
-from megatron_dppo.models.actor import Actor, Microbatch, Sums
+from megatron_dppo.models.actor import Actor, Sums
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape
 from megatron_dppo.parallel.layout import capacity_multiple
@@ -142,7 +142,7 @@ def update(actor: Actor, packs: list[Pack]) -> None:
     """The trainer's own, by so small a rate that the next one's figures are no others."""
     loss = PolicyLoss(objective_for(settings.LossConfig()), kl_coef=0.0, tis_cap=None, version=0)
     loss.take_scored()  # of which a run compares those of a step's first update
-    actor.update([Microbatch(pack) for pack in packs], loss, lr=1e-7)
+    actor.update(packs, loss, lr=1e-7)
 
 
 def forward_flops(shape: PolicyShape, rows: list[TrainingSample]) -> float:

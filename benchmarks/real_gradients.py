@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from megatron_dppo.models.actor import Actor, Loss, Microbatch
+from megatron_dppo.models.actor import Actor, Loss
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.pack import TrainingSample, build_pack
@@ -47,27 +47,24 @@ def single_packs(groups: Sequence[Group], advantage: Floats, pad_id: int) -> lis
     return packs
 
 
-def planned(minibatch: MinibatchPlan, held: Mapping[int, Group], world: World, pad_id: int) -> list[Microbatch]:
+def planned(minibatch: MinibatchPlan, held: Mapping[int, Group], world: World, pad_id: int) -> list[Pack]:
     """The packs of a plan, on-policy. One rank, which holds the groups of ``held`` by their index in the plan."""
-    return [
-        Microbatch(build_pack(samples, minibatch.capacity, pad_id, align=1))
-        for samples in deliver(world, minibatch, held)
-    ]
+    return [build_pack(samples, minibatch.capacity, pad_id, align=1) for samples in deliver(world, minibatch, held)]
 
 
-def gradient(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss) -> torch.Tensor:
-    """[parameters], fp32: what DDP's buffer holds after a backward pass over the microbatches. One rank."""
-    actor.accumulate(microbatches, loss)
+def gradient(actor: Actor, packs: Sequence[Pack], loss: Loss) -> torch.Tensor:
+    """[parameters], fp32: what DDP's buffer holds after a backward pass over the packs. One rank."""
+    actor.accumulate(packs, loss)
     return torch.cat([parameter.main_grad.flatten() for parameter in actor.parameters()])
 
 
-def gradients(actor: Actor, microbatches: Sequence[Microbatch], loss: Loss, stride: int = 1) -> torch.Tensor:
+def gradients(actor: Actor, packs: Sequence[Pack], loss: Loss, stride: int = 1) -> torch.Tensor:
     """[n, parameters / stride], fp32: the gradient of each microbatch by itself, every so many of its coordinates."""
-    first = gradient(actor, microbatches[:1], loss)[::stride]
-    rows = torch.empty(len(microbatches), len(first))
+    first = gradient(actor, packs[:1], loss)[::stride]
+    rows = torch.empty(len(packs), len(first))
     rows[0] = first
-    for row, microbatch in zip(rows[1:], microbatches[1:], strict=True):
-        row.copy_(gradient(actor, [microbatch], loss)[::stride])
+    for row, pack in zip(rows[1:], packs[1:], strict=True):
+        row.copy_(gradient(actor, [pack], loss)[::stride])
     return rows
 
 

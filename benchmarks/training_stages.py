@@ -16,7 +16,6 @@ from word_problems import Prepared, prepared
 
 from megatron_dppo.config import Config
 from megatron_dppo.init import write_model
-from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.parallel.world import initialize, shut_down
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import OBJECTIVES
@@ -189,5 +188,5 @@ def measure(trainer: Trainer, name: str, prompt_ids: Ints, seeds: int = 1, strid
     live = (mixed(metadata)[:, None] * samples + np.arange(samples)).ravel()
     products = np.zeros((metadata.rewards.size, metadata.rewards.size))
     if len(live):
-        products[np.ix_(live, live)] = gram(gradients(actor, [Microbatch(packs[i]) for i in live], loss, stride))
+        products[np.ix_(live, live)] = gram(gradients(actor, [packs[i] for i in live], loss, stride))
     return Stage(name, trainer.step, metadata, products)

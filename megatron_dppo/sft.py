@@ -12,7 +12,7 @@ import torch
 from megatron_dppo.config import Config, OptimizerConfig
 from megatron_dppo.data.prompts import Pool, WorkedAnswer, load_worked_answers
 from megatron_dppo.errors import UserError
-from megatron_dppo.models.actor import Microbatch, Responses, Sums, learning_rate
+from megatron_dppo.models.actor import Responses, Sums, learning_rate
 from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.metrics import MetricsLog
 from megatron_dppo.observe.timers import PhaseTimers
@@ -89,7 +89,7 @@ def _update(parts: PolicyParts, config: Config, batch: Sequence[WorkedAnswer], s
     tokens = sum(len(answer.response_ids) for answer in batch)
     rate, least = _rate(config, step), packs_wanted(config.pack.min_per_rank, config.layout.pp)
     packs = parts.pack([_row(a, tokens) for a in batch], replicas=parts.world.dp, min_per_rank=least)
-    result = parts.actor.update([Microbatch(pack) for _, pack in packs], _negative_log_likelihood, lr=rate)
+    result = parts.actor.update([pack for _, pack in packs], _negative_log_likelihood, lr=rate)
     return {
         "train/loss": result.sums["train/loss"],
         "train/entropy_loss": result.sums["entropy"] / tokens,
@@ -113,7 +113,7 @@ def _row(answer: WorkedAnswer, tokens: int) -> TrainingSample:
 
 
 def _negative_log_likelihood(responses: Responses) -> tuple[torch.Tensor, Sums]:
-    loss = -(responses.logprobs * responses.arrays.scale).sum()
+    loss = -(responses.logprobs * responses.columns["scale"]).sum()
     return loss, {"train/loss": loss.detach(), "entropy": responses.entropy.sum()}
 
 

@@ -30,10 +30,10 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.models.context import Share, share_of
 from megatron_dppo.models.layer_specs import add_to_main_gradients, check_attention
 from megatron_dppo.models.lora import add_expert_gradients
-from megatron_dppo.models.microbatch import DeviceArrays, Microbatch, Responses, to_device
 from megatron_dppo.models.optimizer import OffloadedState, gradient_squares, optimizer_parts, prepare_adam_state
 from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequence
 from megatron_dppo.models.prefix_attention import shared_prefixes
+from megatron_dppo.models.responses import Responses, to_device
 from megatron_dppo.models.routing import ExpertLoad, RoutingReplay
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.layout import interleaved_packs
@@ -45,8 +45,8 @@ Sums = dict[str, torch.Tensor]
 
 Loss = Callable[[Responses], tuple[torch.Tensor, Sums]]
 """From a pack's responses to its share of the minibatch's loss (a sum) and to sums for the metrics."""
-Reduce = Callable[[Microbatch, DeviceArrays, tuple[torch.Tensor, ...]], tuple[torch.Tensor, Sums]]
-"""The same from what the last stage returns of a microbatch."""
+Reduce = Callable[[Pack, dict[str, torch.Tensor], tuple[torch.Tensor, ...]], tuple[torch.Tensor, Sums]]
+"""The same from a pack, its arrays on the device, and what the last stage returns of it."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -94,7 +94,7 @@ class Policy:
         """Replays experts where it is there; see :meth:`replay_routing`."""
 
     def replay_routing(self) -> None:
-        """From now on send tokens to the experts that a microbatch or its pack says."""
+        """From now on send tokens to the experts that a pack says."""
         self.routing = RoutingReplay(self.chunks, self.world, self.shape.routing)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -110,8 +110,7 @@ class Policy:
 
         for module in self.modules:
             module.eval()
-        microbatches = [Microbatch(pack) for pack in packs]
-        outputs = self._run(microbatches, collect, forward_only=True)
+        outputs = self._run(packs, collect, forward_only=True)
         if not self.world.last_stage:
             return [None] * len(packs)
         logprobs = [output["logprobs"].float() for output in outputs]
@@ -139,18 +138,18 @@ class Policy:
             return packed_sequence(pack.cu_seqlens, pack.max_seqlen, there.device, there=there)
         return shared_prefixes(pack, there.device, self.world.cp_rank, self.world.layout.cp)
 
-    def _run(self, microbatches: Sequence[Microbatch], loss: Loss, *, forward_only: bool) -> list[Sums]:
+    def _run(self, packs: Sequence[Pack], loss: Loss, *, forward_only: bool) -> list[Sums]:
         def reduce(
-            batch: Microbatch, arrays: DeviceArrays, output: tuple[torch.Tensor, ...]
+            pack: Pack, arrays: dict[str, torch.Tensor], output: tuple[torch.Tensor, ...]
         ) -> tuple[torch.Tensor, Sums]:
             logprobs, entropy, *more = output
-            return loss(Responses(batch.pack, arrays, logprobs, entropy, *more))
+            return loss(Responses(pack, arrays, logprobs, entropy, *more))
 
-        return self._pass_over(microbatches, reduce, forward_only=forward_only)
+        return self._pass_over(packs, reduce, forward_only=forward_only)
 
     def _pass_over(
         self,
-        microbatches: Sequence[Microbatch],
+        packs: Sequence[Pack],
         reduce_with: Reduce,
         *,
         forward_only: bool,
@@ -158,25 +157,25 @@ class Policy:
     ) -> list[Sums]:
         device = self.world.device
 
-        def forward(batches: Iterator[Microbatch], module: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
-            batch = next(batches)
-            pack, share = batch.pack, self._share(batch.pack)
-            arrays = to_device(batch, device, share)
-            replay = self.routing.over(self.modules.index(module), batch, share) if self.routing else nullcontext()
+        def forward(batches: Iterator[Pack], module: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
+            pack = next(batches)
+            share = self._share(pack)
+            arrays, share_there = to_device(pack, device, share)
+            replay = self.routing.over(self.modules.index(module), pack, share) if self.routing else nullcontext()
             with replay:
                 output = module(
-                    arrays.token_ids[None],
-                    arrays.position_ids[None],
-                    packed_seq_params=self._segments(pack, arrays.cu_seqlens),
-                    predictors=arrays.predictors,
-                    targets=arrays.targets,
-                    share=arrays.share,
-                    teachers=batch.teachers,
+                    arrays["token_ids"][None],
+                    arrays["position_ids"][None],
+                    packed_seq_params=self._segments(pack, arrays["cu_seqlens"]),
+                    predictors=arrays["predictors"],
+                    targets=arrays["targets"],
+                    share=share_there,
+                    teachers=pack.teachers,
                     states=states,
                 )
 
             def reduce(output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, Sums]:
-                value, sums = reduce_with(batch, arrays, output)
+                value, sums = reduce_with(pack, arrays, output)
                 tokens = torch.zeros((), dtype=torch.int, device=device)  # nothing is divided by it
                 return value, tokens, sums
 
@@ -186,14 +185,14 @@ class Policy:
             self.routing.clear()
         interleaved, layout = len(self.modules) > 1, self.world.layout
         if interleaved:
-            self.config.microbatch_group_size_per_vp_stage = interleaved_packs(len(microbatches), layout.pp)
+            self.config.microbatch_group_size_per_vp_stage = interleaved_packs(len(packs), layout.pp)
         with self.world.training("a forward pass" if forward_only else "forward and backward passes"):
             return get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=[iter(microbatches) for _ in self.modules] if interleaved else iter(microbatches),
+                data_iterator=[iter(packs) for _ in self.modules] if interleaved else iter(packs),
                 model=self.modules,
-                num_microbatches=len(microbatches),
-                seq_length=len(microbatches[0].pack.token_ids),
+                num_microbatches=len(packs),
+                seq_length=len(packs[0].token_ids),
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
@@ -251,13 +250,13 @@ class Actor(Policy):
             self._offloaded.leave_device()
 
     @with_gradients
-    def update(self, microbatches: Sequence[Microbatch], loss: Loss, *, lr: float) -> UpdateResult:
-        """One optimizer step on a minibatch. Collective over all ranks, which have equally many microbatches.
+    def update(self, packs: Sequence[Pack], loss: Loss, *, lr: float) -> UpdateResult:
+        """One optimizer step on a minibatch. Collective over all ranks, which have equally many packs.
 
         Raises:
             UserError: on every rank, before any weight changes, if the loss or the gradient is not finite.
         """
-        outputs = self.accumulate(microbatches, loss)
+        outputs = self.accumulate(packs, loss)
         with self.world.training("an optimizer step"):
             mine, grad_norm, counts = self._read(outputs)
         sums = self._total(mine)
@@ -282,18 +281,18 @@ class Actor(Policy):
         self.optimizer.step_with_ready_grads()
         self.offload()
 
-    def accumulate(self, microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
-        """Forward and backward over the microbatches; DDP's buffers then hold the gradients, summed over all ranks."""
+    def accumulate(self, packs: Sequence[Pack], loss: Loss) -> list[Sums]:
+        """Forward and backward over the packs; DDP's buffers then hold the gradients, summed over all ranks."""
         for module in self.modules:
             module.train()
             module.restore_grad_buffers(synchronize=False)  # where they were released
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._run(microbatches, loss, forward_only=False)
+        return self._run(packs, loss, forward_only=False)
 
-    def gradient_norm(self, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+    def gradient_norm(self, packs: Sequence[Pack], loss: Loss) -> float:
         """The norm of a gradient, over all parameters of all ranks. No weight changes. Collective."""
-        self.accumulate(microbatches, loss)
+        self.accumulate(packs, loss)
         _, norm, _ = self._read([])
         self.offload()
         return norm

@@ -12,7 +12,6 @@ import torch
 
 from megatron_dppo.models.actor import Policy
 from megatron_dppo.models.lora import adapters_off
-from megatron_dppo.models.microbatch import DeviceArrays, Microbatch
 from megatron_dppo.models.pinned import offsets_of, pinned_buffer, slot_of
 from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.rl.types import Bools, Pack
@@ -79,14 +78,14 @@ class Teacher(Frozen):
         """
         places = {id(pack): self._places(pack, mine) for pack, mine in zip(packs, taught, strict=True)}
 
-        def collect(batch: Microbatch, arrays: DeviceArrays, output: tuple[torch.Tensor, ...]) -> Any:
-            rows = places[id(batch.pack)]
+        def collect(pack: Pack, arrays: dict[str, torch.Tensor], output: tuple[torch.Tensor, ...]) -> Any:
+            rows = places[id(pack)]
             return output[0].sum(), {"states": output[0] if rows is None else output[0][rows]}
 
         for module in self.modules:
             module.eval()
         with self._on_device():
-            outputs = self._pass_over([Microbatch(pack) for pack in packs], collect, forward_only=True, states=True)
+            outputs = self._pass_over(packs, collect, forward_only=True, states=True)
             if not self.world.last_stage:
                 return [None] * len(packs)
             weight = self.chunks[-1].output_weight().detach()

@@ -25,11 +25,10 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_dppo.models.context import Share
-from megatron_dppo.models.microbatch import Microbatch
 from megatron_dppo.models.policy import PolicyModel
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.types import Ints, RoutingShape, unknown_expert
+from megatron_dppo.rl.types import Ints, Pack, RoutingShape, unknown_expert
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -119,16 +118,16 @@ class RoutingReplay:
                 router.clear()
 
     @contextmanager
-    def over(self, chunk: int, batch: Microbatch, share: Share | None) -> Iterator[None]:
-        """A forward pass of one chunk over a microbatch.
+    def over(self, chunk: int, pack: Pack, share: Share | None) -> Iterator[None]:
+        """A forward pass of one chunk over a pack.
 
         Args:
             share: what this rank takes of the pack, on the host; None: everything.
         """
         training = torch.is_grad_enabled()  # asked here: a layer that will run again runs without gradients first
         table = None
-        if batch.pack.routing is not None:
-            table = self._to_device(self._mine(batch.pack.routing, share)[:, self._columns[chunk]])
+        if pack.routing is not None:
+            table = self._to_device(self._mine(pack.routing, share)[:, self._columns[chunk]])
         for i, router in enumerate(self._routers[chunk]):
             router.enter(None if table is None else table[:, i], again=training and self._recomputes)
         try:

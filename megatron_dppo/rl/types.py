@@ -379,6 +379,12 @@ class Pack:
     """[R]"""
     teacher_logprobs: NDArray[np.float32] | None = None
     """[R], as in Completion, and NaN of completions that no server teaches; None where none has a teacher there."""
+    old_logprobs: NDArray[np.float32] | None = None
+    """[R], of the policy before the rollout's first update; None: not needed, or on another stage than the last."""
+    reference_logprobs: NDArray[np.float32] | None = None
+    """[R], of the policy that KL is measured to; None as for ``old_logprobs``."""
+    teachers: tuple[Any, ...] = ()
+    """``TeacherHead`` of ``models/teacher_head.py``, each of some of the targets."""
     tree: PrefixTree | None = None
     """None where segments share nothing, and each attends to itself alone."""
     routing: Routing | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor, Sums, learning_rate, with_gradients
 from megatron_dppo.models.frozen import BasePolicy, Reference, Teacher
-from megatron_dppo.models.microbatch import Microbatch, Responses
+from megatron_dppo.models.responses import Responses
 from megatron_dppo.models.teacher_head import TeacherHead
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.exchange import deliver
@@ -73,34 +74,33 @@ class PolicyLoss:
         return scored
 
     def __call__(self, responses: Responses) -> tuple[torch.Tensor, Sums]:
-        logprobs, pack, arrays = responses.logprobs, responses.pack, responses.arrays
+        logprobs, pack, columns = responses.logprobs, responses.pack, responses.columns
         if self._scored is not None:
-            start = logprobs.detach() if arrays.old_logprobs is None else arrays.old_logprobs
-            self._scored.append((pack, start))
-        advantage, taught = arrays.advantage, {}
-        if arrays.teacher_logprobs is not None:
-            log_ratio = arrays.teacher_logprobs - logprobs.detach()
+            self._scored.append((pack, columns.get("old_logprobs", logprobs.detach())))
+        advantage, taught = columns["advantage"], {}
+        if "teacher_logprobs" in columns:
+            log_ratio = columns["teacher_logprobs"] - logprobs.detach()
             log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio)
             advantage = advantage + self._distillation_coef * log_ratio
             taught = {DIVERGENCE: -log_ratio.sum()}
         losses = token_losses(
             self._objective,
             logprobs=logprobs,
-            old_logprobs=arrays.old_logprobs,
-            engine_logprobs=arrays.engine_logprobs,
-            reference_logprobs=arrays.reference_logprobs,
+            old_logprobs=columns.get("old_logprobs"),
+            engine_logprobs=columns["engine_logprobs"],
+            reference_logprobs=columns.get("reference_logprobs"),
             advantage=advantage,
             kl_coef=self._kl_coef,
             tis_cap=self._tis_cap,
-            sample=arrays.sample,
+            sample=columns["sample"],
             samples=int(pack.sample.max(initial=-1)) + 1,
-            fresh=arrays.versions == self._version,
+            fresh=columns["versions"] == self._version,
         )
         token_loss = losses.loss
         if responses.divergence is not None:
             token_loss = token_loss + self._distillation_coef * responses.divergence
             taught[DIVERGENCE] = taught.get(DIVERGENCE, 0.0) + responses.divergence.detach().sum()
-        loss = (token_loss * arrays.scale).sum()
+        loss = (token_loss * columns["scale"]).sum()
         sums = {
             **losses.sums,
             **taught,
@@ -146,12 +146,12 @@ class Learner:
         with self._timers("deliver"):
             packs = {i: self._packs(m, held) for i, m in enumerate(plan.minibatches) if m.capacity}
         with self._timers("log_probs"):
-            microbatches = {i: self._microbatches(plan.minibatches[i], p) for i, p in packs.items()}
+            scored = {i: self._scored(plan.minibatches[i], p) for i, p in packs.items()}
         loss = self._loss(version)
         totals: dict[str, float] = {}
         norms: list[float] = []
         loads: list[dict[str, float]] = []
-        for i, batch in microbatches.items():
+        for i, batch in scored.items():
             with self._timers("actor_train"):
                 updates = self._config.loss.updates_per_rollout
                 lr = learning_rate(self._config.optimizer, step * updates + i, self._config.run.steps * updates)
@@ -189,9 +189,9 @@ class Learner:
         with self._timers("deliver"):
             packs = self._packs(minibatch, held)
         with self._timers("log_probs"):
-            microbatches = self._microbatches(minibatch, packs)
+            packs = self._scored(minibatch, packs)
         with self._timers("actor_train"):
-            return self._actor.gradient_norm(microbatches, self._loss(version))
+            return self._actor.gradient_norm(packs, self._loss(version))
 
     def _loss(self, version: int) -> PolicyLoss:
         settings = self._config.loss
@@ -209,13 +209,17 @@ class Learner:
             for samples in deliver(self._world, minibatch, held, self._routing, self._layers)
         ]
 
-    def _microbatches(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Microbatch]:
-        """With one update per rollout the ratio is 1 against the policy itself, and no pass for old values is made."""
+    def _scored(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[Pack]:
+        """Packs with what earlier passes give their targets. With one update per rollout the ratio is 1 against the
+        policy itself, and no pass for old values is made."""
         nothing = [None] * len(packs)
         old = self._actor.log_probabilities(packs) if self._config.loss.updates_per_rollout > 1 else nothing
         reference = self.reference.log_probabilities(packs) if self.reference else nothing
         taught = self._heads(minibatch, packs)
-        return [Microbatch(*parts) for parts in zip(packs, old, reference, taught, strict=True)]
+        return [
+            replace(pack, old_logprobs=before, reference_logprobs=base, teachers=heads)
+            for pack, before, base, heads in zip(packs, old, reference, taught, strict=True)
+        ]
 
     def _heads(self, minibatch: MinibatchPlan, packs: list[Pack]) -> list[tuple[TeacherHead, ...]]:
         """Teachers' heads for each pack. One after the other reads the packs in which any of its sequences are, on this

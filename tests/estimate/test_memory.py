@@ -16,7 +16,7 @@ from megatron_dppo.estimate.memory import (
 )
 from megatron_dppo.estimate.workload import Placement, Setup
 from megatron_dppo.init import write_model
-from megatron_dppo.models.actor import Microbatch, Responses, Sums
+from megatron_dppo.models.actor import Responses, Sums
 from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.models.shape import read_shape
 from tests.policies import write_policy
@@ -70,7 +70,7 @@ def held(rank: int, size: int, config: Config) -> dict[str, Any]:
         return responses.logprobs.sum(), {}
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        actor.accumulate([Microbatch(pack)] * config.layout.least_packs, loss)
+        actor.accumulate([pack] * config.layout.least_packs, loss)
     buffers = [buffer for module in actor.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
     inner = [part.optimizer for part in optimizer_parts(actor.optimizer)]
     state = [

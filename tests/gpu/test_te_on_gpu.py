@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config import Config, LayoutConfig, LossConfig, replace
-from megatron_dppo.models.actor import Actor, Microbatch
+from megatron_dppo.models.actor import Actor
 from megatron_dppo.models.layer_specs import transformer_engine_installed
 from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.rl.objectives import objective_for
@@ -201,7 +201,7 @@ def gradients(rank: int, size: int, config: Config) -> tuple[torch.Tensor, torch
 
     def gradient(some: Sequence[TrainingSample]) -> torch.Tensor:
         pack = build_pack(some, capacity=1024, pad_id=0, align=1)
-        policy.actor.accumulate([Microbatch(pack)], loss)
+        policy.actor.accumulate([pack], loss)
         return torch.cat([p.main_grad.flatten() for p in policy.actor.parameters()]).double().cpu()
 
     whole = gradient(rows)

@@ -109,7 +109,7 @@ def test_scores_of_a_server_are_norms_of_token_advantages() -> None:
     metadata, groups = taught_step(given, 1)
     norms = metadata_of(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, given).score_norms
     metadata = dataclasses.replace(metadata, score_norms=norms)
-    segments = advantages_of_segments(metadata, config, objective)
+    segments = advantages_of_segments(metadata, config, objective.advantage)
     candidates = completion_candidates(metadata, config, objective, segments)
     for row, group in enumerate(groups):
         for sample, c in enumerate(group.completions):

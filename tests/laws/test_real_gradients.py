@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
 
 from benchmarks.real_gradients import gradient, gradients, planned, single_packs
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
-from megatron_dppo.models.actor import Microbatch
 from megatron_dppo.rl.advantages import columns_of, estimated
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.types import Pack
@@ -36,15 +36,19 @@ def measure_errors(rank: int, size: int, config: Config) -> list[float]:
     objective = objective_for(loss)
     advantage = estimated(objective.advantage, metadata.rewards, columns_of(metadata))[..., 0]
 
-    def score(packs: list[Pack]) -> list[Microbatch]:
+    def score(packs: list[Pack]) -> list[Pack]:
         reference = learner.reference.log_probabilities(packs) if learner.reference else [None] * len(packs)
-        return [Microbatch(*parts) for parts in zip(packs, actor.log_probabilities(packs), reference, strict=True)]
+        old = actor.log_probabilities(packs)
+        return [
+            dataclasses.replace(pack, old_logprobs=before, reference_logprobs=base)
+            for pack, before, base in zip(packs, old, reference, strict=True)
+        ]
 
     singles = score(single_packs(groups, advantage, policy.pad_id))
     packed = []
     for minibatch in plan.minibatches:
         batches = planned(minibatch, dict(enumerate(groups)), world, policy.pad_id)
-        packed.append(score([batch.pack for batch in batches]))
+        packed.append(score(batches))
     with torch.no_grad():
         for parameter in actor.parameters():
             parameter.mul_(1.02)  # away from the old policy, so that some ratios are clipped

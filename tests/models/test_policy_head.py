@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dppo.config import LayoutConfig, LossConfig, replace
 from megatron_dppo.models import policy as policy_module
-from megatron_dppo.models.actor import Microbatch, Responses, Sums
+from megatron_dppo.models.actor import Responses, Sums
 from megatron_dppo.models.policy_head import HeadOutput, score_responses
 from tests.ranks import RankPool
 from tests.steps import build, config_for, held_by, plan_for, step_of_groups
@@ -147,7 +147,7 @@ def assert_parts_equal(cases: Sequence[tuple[int, int]], results: Iterable[Seque
 
 
 def loss(responses: Responses) -> tuple[torch.Tensor, Sums]:
-    return -(responses.logprobs * responses.arrays.advantage * responses.arrays.scale).sum(), {}
+    return -(responses.logprobs * responses.columns["advantage"] * responses.columns["scale"]).sum(), {}
 
 
 def accumulated(rank: int, size: int, path: Path) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -166,7 +166,7 @@ def accumulated(rank: int, size: int, path: Path) -> tuple[torch.Tensor, list[to
         return scores
 
     with mock.patch.object(policy_module, "score_responses", score):
-        parts.actor.accumulate([Microbatch(pack) for pack in packs], loss)
+        parts.actor.accumulate(packs, loss)
     weight = parts.actor.chunks[0].output_layer.weight
     exact = [naive((hidden, weight.detach(), *rest), 131, config.rollout.temperature)[2] for hidden, *rest in seen]
     return weight.main_grad.double().clone(), exact

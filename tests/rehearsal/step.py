@@ -20,7 +20,6 @@ from megatron_dppo.estimate.workload import Setup, work_of
 from megatron_dppo.models import actor as actor_module
 from megatron_dppo.models.actor import Actor, Loss, Sums
 from megatron_dppo.models.frozen import Reference
-from megatron_dppo.models.microbatch import Microbatch
 from megatron_dppo.parallel.layout import interleaved_packs
 from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.pack import TrainingSample, build_pack
@@ -39,10 +38,10 @@ def known_reads(mode: RehearsalMode, layout: LayoutConfig, experts_per_token: in
     """Answer reads of packs on their way through a policy; ``experts_per_token`` is 0 without experts."""
     to_device, tokens = actor_module.to_device, 0
 
-    def note(batch: Microbatch, *more: Any) -> Any:
+    def note(pack: Pack, *more: Any) -> Any:
         nonlocal tokens
-        tokens = len(batch.pack.token_ids) // layout.cp // (layout.tp if layout.sequence_parallel else 1)
-        return to_device(batch, *more)
+        tokens = len(pack.token_ids) // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+        return to_device(pack, *more)
 
     def read(tensor: torch.Tensor) -> torch.Tensor | None:
         if tensor.is_floating_point():
@@ -260,8 +259,8 @@ def _note_peaks(book: Book, actor: Actor) -> list[tuple[int, dict[int, Allocatio
     """Bytes at the peak of each update's passes, before the optimizer's step, and what is alive there."""
     noted, accumulate = [], actor.accumulate
 
-    def noting(microbatches: Sequence[Microbatch], loss: Loss) -> list[Sums]:
-        outputs = accumulate(microbatches, loss)
+    def noting(packs: Sequence[Pack], loss: Loss) -> list[Sums]:
+        outputs = accumulate(packs, loss)
         noted.append((book.bytes_peak, book.at_peak))
         return outputs
 
@@ -282,9 +281,8 @@ def _update(actor: Actor, setup: Setup, packs: Sequence[Pack]) -> None:
     loss = PolicyLoss(objective_of(config.loss), kl_coef=config.loss.kl_coef, tis_cap=importance_cap(config), version=0)
     loss.take_scored()
     last = actor.world.last_stage
-    batches = [Microbatch(pack) for pack in packs]
     if last and config.loss.updates_per_rollout > 1:
-        batches = [replace(batch, old_logprobs=batch.pack.engine_logprobs) for batch in batches]
+        packs = [replace(pack, old_logprobs=pack.engine_logprobs) for pack in packs]
     if last and config.loss.kl_coef > 0:
-        batches = [replace(batch, reference_logprobs=batch.pack.engine_logprobs) for batch in batches]
-    actor.update(batches, loss, lr=1e-7)
+        packs = [replace(pack, reference_logprobs=pack.engine_logprobs) for pack in packs]
+    actor.update(packs, loss, lr=1e-7)

@@ -49,7 +49,7 @@ DISPATCHED = (
 )
 PINNED_BY = "megatron_dppo/models/pinned.py:pinned_buffer"
 OF_A_PACK = (
-    "megatron_dppo/models/microbatch.py:to_device",
+    "megatron_dppo/models/responses.py:to_device",
     "megatron/core/transformer/moe/moe_utils.py:maybe_move_tensor_to_cpu",
     ".preload_tensors",
 )
