@@ -318,7 +318,7 @@ class _BatchProbe:
         squares, trained = [], []
         for minibatch in (*whole.minibatches, *halves.minibatches):
             squares.append(self._learner.gradient_norm(minibatch, rollouts.held, version=0) ** 2)
-            trained.append((float(minibatch.samples.lengths.sum()), sum(timers.take().values())))
+            trained.append((float(minibatch.lengths.sum()), sum(timers.take().values())))
         if not np.isfinite(squares).all():
             remedy = "Look for weights in model.path that are not finite, or set model.dtype=fp32"
             raise UserError("model.path", parts.config.model.path, "gives a gradient that is not finite", remedy)

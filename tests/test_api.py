@@ -155,7 +155,7 @@ def test_a_step_is_planned_from_rewards_and_lengths() -> None:
     given = {"response_lengths": [[40, 120], [30, 50]], "prompt_lengths": [20, 25]}
     metadata = step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=np.array([0.5, 1.0]), window=3.0)
     plan = plan_step(metadata, load_config(pruning={"completions": {"rule": "none"}}), **LAYOUT)
-    samples = plan.minibatches[0].samples
+    samples = plan.minibatches[0]
     assert samples.group.tolist() == [0, 0] and samples.weight.tolist() == [2.0, 2.0]
     with pytest.raises(UserError, match="without window"):
         step_metadata([[1, 0], [1, 1]], **given, prompt_inclusion=[0.5, 1.0])
@@ -167,7 +167,7 @@ def test_a_step_is_planned_with_an_own_rule() -> None:
     metadata = step_metadata([[1, 0, 0, 0]], [[40, 120, 80, 60]], [20], prompt_inclusion=[1.0], window=1)
     config = load_config(pruning={"completions": {"keep": 0.3}})
     planned = plan_step(metadata, config, completion_rule=keep_all, **LAYOUT)
-    assert planned.minibatches[0].samples.weight.tolist() == [1.0] * 4
+    assert planned.minibatches[0].weight.tolist() == [1.0] * 4
 
 
 def test_rows_are_reported_once_and_whole_by_a_resumed_run(tmp_path: Path) -> None:

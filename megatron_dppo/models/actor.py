@@ -134,7 +134,7 @@ class Policy:
 
     def _segments(self, pack: Pack, there: torch.Tensor) -> PackedSeqParams:
         """Megatron's description of a pack; ``there`` are the starts of its segments on the device."""
-        if pack.tree is None:
+        if pack.parents is None:
             return packed_sequence(pack.cu_seqlens, pack.max_seqlen, there.device, there=there)
         return shared_prefixes(pack, there.device, self.world.cp_rank, self.world.layout.cp)
 

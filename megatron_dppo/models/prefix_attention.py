@@ -26,7 +26,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_dppo.models.context import gather_segments, held_positions
-from megatron_dppo.rl.types import Ints, Pack, PrefixTree
+from megatron_dppo.rl.types import Ints, Pack
 
 aten = torch.ops.aten
 
@@ -221,17 +221,18 @@ def _rows(rows: Ints, of: int) -> torch.Tensor | None:
     return None if np.array_equal(rows, np.arange(of)) else torch.from_numpy(rows)
 
 
-def rounds_of(cu_seqlens: Ints, tree: PrefixTree, rank: int = 0, size: int = 1) -> list[Round]:
-    """The rounds of a pack, on the host; the first is causal, and every query is in it.
+def rounds_of(pack: Pack, rank: int = 0, size: int = 1) -> list[Round]:
+    """The rounds of a pack with a tree, on the host; the first is causal, and every query is in it.
 
     A context-parallel rank has two chunks of every segment. Each of its chunks sees itself, and the segment up to there
     as it would see an ancestor.
 
     Args:
-        cu_seqlens: [S + 1], where segments start; padded ones.
-        tree: of the segments.
+        pack: whose segments go on from one another.
         rank, size: of the context-parallel ranks; see :func:`context.held_positions`.
     """
+    assert pack.parents is not None and pack.tokens is not None
+    cu_seqlens = pack.cu_seqlens.astype(np.int64)
     lengths = np.diff(cu_seqlens)
     held = held_positions(lengths.tolist(), rank, size).numpy()
     mine = np.concatenate([[0], np.cumsum(lengths // size)])  # where this rank's rows of each segment begin
@@ -242,14 +243,14 @@ def rounds_of(cu_seqlens: Ints, tree: PrefixTree, rank: int = 0, size: int = 1) 
             own.append((chunk, held[chunk]))
             if len(chunk) and held[chunk[0]] > start:
                 earlier.append((chunk, np.arange(start, held[chunk[0]])))
-    last = _last_descendants(tree.parents)
+    last = _last_descendants(pack.parents)
     generations: dict[int, list[tuple[Ints, Ints]]] = {}
     depth = np.zeros(len(lengths), np.int64)
-    for segment, parent in enumerate(tree.parents.tolist()):
+    for segment, parent in enumerate(pack.parents.tolist()):
         depth[segment] = depth[parent] + 1 if parent >= 0 else 0
         if last[segment] > segment:
             seen_by = np.arange(mine[segment + 1], mine[last[segment] + 1])
-            keys = cu_seqlens[segment] + np.arange(tree.tokens[segment])
+            keys = cu_seqlens[segment] + np.arange(pack.tokens[segment])
             generations.setdefault(int(depth[segment]), []).append((seen_by, keys))
     rest = [earlier] if earlier else []
     rest += [generations[generation] for generation in sorted(generations)]
@@ -282,7 +283,6 @@ class SharedPrefixes(PackedSeqParams):
 
 def shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> SharedPrefixes:
     """Description of a pack with a tree, for one context-parallel rank: all but the angles, which the model has."""
-    assert pack.tree is not None
     starts = torch.as_tensor(pack.cu_seqlens, dtype=torch.int32)
     return SharedPrefixes(
         qkv_format="thd",
@@ -290,7 +290,7 @@ def shared_prefixes(pack: Pack, device: torch.device, rank: int, size: int) -> S
         cu_seqlens_kv=starts,
         max_seqlen_q=pack.max_seqlen,
         max_seqlen_kv=pack.max_seqlen,
-        rounds=[each.to(device) for each in rounds_of(pack.cu_seqlens.astype(np.int64), pack.tree, rank, size)],
+        rounds=[each.to(device) for each in rounds_of(pack, rank, size)],
         lengths=np.diff(pack.cu_seqlens).tolist(),
     )
 

@@ -253,10 +253,9 @@ class Usage:
         """
         shape, total = self.shape, 0.0
         for minibatch in plan.minibatches:
-            samples = minibatch.samples
-            lengths, shared = samples.lengths.astype(np.float64), samples.shared_length.astype(np.float64)
+            lengths, shared = minibatch.lengths.astype(np.float64), minibatch.shared_length.astype(np.float64)
             pairs = np.square(lengths) - np.square(shared)
             attention = 2.0 * shape.num_layers * shape.heads * shape.head_dim * pairs.sum()
-            products = 2.0 * (self.matrices * (lengths - shared).sum() + self.head * samples.response_length.sum())
+            products = 2.0 * (self.matrices * (lengths - shared).sum() + self.head * minibatch.response_length.sum())
             total += (2.0 if self.frozen else 3.0) * products + 3.0 * attention
         return float(total)

@@ -15,7 +15,6 @@ from megatron_dppo.rl.types import (
     MinibatchPlan,
     Routing,
     RoutingShape,
-    TrainingSamples,
 )
 
 
@@ -40,20 +39,20 @@ def deliver(
     """
     outgoing = []
     for rank, replica in enumerate(world.replica_of):
-        wanted = [k for pack in plan.packs[replica] for k in pack if plan.samples.owner[k] == world.rank]
+        wanted = [k for pack in plan.packs[replica] for k in pack if plan.owner[k] == world.rank]
         of_rank = layers[rank] if routing is not None else None
-        outgoing.append({k: _sample(plan.samples, k, held, routing, of_rank) for k in wanted})
+        outgoing.append({k: _sample(plan, k, held, routing, of_rank) for k in wanted})
     received = {k: sample for samples in world.exchange(outgoing) for k, sample in samples.items()}
     return [[received[k] for k in pack] for pack in plan.packs[world.dp_rank]]
 
 
 def _sample(
-    samples: TrainingSamples, k: int, held: Mapping[int, Group], routing: RoutingShape | None, layers: Ints | None
+    plan: MinibatchPlan, k: int, held: Mapping[int, Group], routing: RoutingShape | None, layers: Ints | None
 ) -> TrainingSample:
     """Return sample ``k`` with its tokens, and with its routing in ``layers``."""
-    group = held[int(samples.group[k])]
-    completion = group.completions[int(samples.completion[k])]
-    prompt, of = prompt_and_response(group.prompt.token_ids, completion, int(samples.sequence[k]))
+    group = held[int(plan.group[k])]
+    completion = group.completions[int(plan.completion[k])]
+    prompt, of = prompt_and_response(group.prompt.token_ids, completion, int(plan.sequence[k]))
     table: Routing | None = None
     if routing is not None:
         if completion.routing is None:
@@ -66,10 +65,10 @@ def _sample(
         engine_logprobs=completion.logprobs[of],
         teacher_logprobs=None if completion.teacher_logprobs is None else completion.teacher_logprobs[of],
         loss_mask=completion.loss_mask[of],
-        advantage=_of_tokens(samples.advantage[k], completion, of),
-        scale=float(samples.scale[k]),
-        version=int(samples.version[k]),
-        shared=int(samples.shared_length[k]),
+        advantage=_of_tokens(plan.advantage[k], completion, of),
+        scale=float(plan.scale[k]),
+        version=int(plan.version[k]),
+        shared=int(plan.shared_length[k]),
         routing=table,
     )
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import Bools, Completion, Floats, Ints, Pack, PrefixTree, Routing, unknown_expert
+from megatron_dppo.rl.types import Bools, Completion, Floats, Ints, Pack, Routing, unknown_expert
 
 LEAST_SHARED = 16
 """Fewest tokens that are worth a segment of their own, at the beginning of prompts or of responses."""
@@ -97,7 +97,8 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         engine_logprobs=_of_targets([sample.engine_logprobs for sample in samples], sampled),
         teacher_logprobs=_of_targets(of_teachers, sampled) if any(of is not None for of in of_teachers) else None,
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
-        tree=layout.tree,
+        parents=layout.parents,
+        tokens=layout.tokens,
         routing=_routing([sample.routing for sample in samples], layout.slots, capacity),
     )
 
@@ -106,8 +107,8 @@ def path_to(pack: Pack, place: int) -> Ints:
     """The places of the tokens that the one at ``place`` of a pack sees, in their order; itself is the last."""
     segment = int(np.searchsorted(pack.cu_seqlens, place, side="right")) - 1
     stretches = [np.arange(pack.cu_seqlens[segment], place + 1)]
-    while pack.tree is not None and (segment := int(pack.tree.parents[segment])) >= 0:
-        stretches.insert(0, pack.cu_seqlens[segment] + np.arange(pack.tree.tokens[segment]))
+    while pack.parents is not None and pack.tokens is not None and (segment := int(pack.parents[segment])) >= 0:
+        stretches.insert(0, pack.cu_seqlens[segment] + np.arange(pack.tokens[segment]))
     return np.concatenate(stretches)
 
 
@@ -122,7 +123,8 @@ class _Layout:
     positions: Ints
     """[T]"""
     longest: int
-    tree: PrefixTree | None
+    parents: Ints | None
+    tokens: Ints | None
     used: int
     """Tokens before the padding at the end."""
 
@@ -149,7 +151,8 @@ class _Layout:
             starts=starts,
             positions=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),
             longest=int((begins + sizes).max(initial=0)),
-            tree=PrefixTree(parents, tokens) if (parents >= 0).any() else None,
+            parents=parents if (parents >= 0).any() else None,
+            tokens=tokens if (parents >= 0).any() else None,
             used=used,
         )
 

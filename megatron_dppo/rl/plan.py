@@ -26,7 +26,7 @@ from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, 
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.sequences import alike, no_further, spread
 from megatron_dppo.rl.trees import biased_settings
-from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples, no_segments
+from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, no_segments
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name not in ("window", "parts")]
 """The fields of StepMetadata that have a value for each group."""
@@ -93,12 +93,12 @@ def plan_step(
     packings: list[Packing] = []
     minibatches: list[MinibatchPlan] = []
     for groups, part, pruned in draw_minibatches(metadata, usable, config, objective, step):
-        samples = training_samples(part, groups, pruned)
-        packing = pack(samples.lengths, shared=samples.shared_length, between=between_groups(samples, prompts))
-        samples = replace(samples, shared_length=np.array(packing.shared, np.int64))
+        drawn = kept_samples(part, groups, pruned)
+        packing = pack(drawn.lengths, shared=drawn.shared_length, between=between_groups(drawn, prompts))
+        shared = np.array(packing.shared, np.int64)
         parts.append((part, pruned))
         packings.append(packing)
-        minibatches.append(MinibatchPlan(samples, pruned.normaliser, packing.capacity, packing.packs))
+        minibatches.append(replace(drawn, shared_length=shared, capacity=packing.capacity, packs=packing.packs))
     discarded = np.setdiff1d(np.arange(len(metadata.prompt_ids)), usable)
     if len(discarded):
         rest = take_groups(metadata, discarded)
@@ -149,8 +149,9 @@ def take_groups(metadata: StepMetadata, groups: Ints) -> StepMetadata:
     return StepMetadata(**arrays, window=metadata.window * len(groups) / max(1, len(metadata.prompt_ids)), parts=parts)
 
 
-def training_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> TrainingSamples:
-    """The completions that a minibatch keeps, or their sequences, each with the one factor of its token losses.
+def kept_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> MinibatchPlan:
+    """The completions that a minibatch keeps, or their sequences, each with the one factor of its token losses; not yet
+    packed.
 
     Args:
         part: the minibatch.
@@ -164,7 +165,7 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> T
     weight, response = pruned.weight[group, completion], part.response_lengths[group, completion]
     # Of a further sequence one token stands in the place of a prompt.
     lengths = np.column_stack([response - further[of].sum(axis=1), further[of] - 1])
-    return TrainingSamples(
+    return MinibatchPlan(
         group=groups[group],
         completion=completion,
         sequence=sequence,
@@ -177,10 +178,11 @@ def training_samples(part: StepMetadata, groups: Ints, pruned: PruningDraw) -> T
         teacher=part.teacher[group],
         weight=weight,
         scale=weight * pruned.coefficient[group, completion] / pruned.normaliser,
+        normaliser=pruned.normaliser,
     )
 
 
-def between_groups(samples: TrainingSamples, prompts: Sequence[NDArray[np.int32]]) -> Ints:
+def between_groups(samples: MinibatchPlan, prompts: Sequence[NDArray[np.int32]]) -> Ints:
     """[K], for the first sample of a group how many tokens its prompt has in common with the prompt before it."""
     between = np.zeros(len(samples.group), np.int64)
     first_sequences = (samples.sequence[1:] == 0) & (samples.sequence[:-1] == 0)
@@ -224,7 +226,7 @@ def notes(
             f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards become advantages, are "
             "estimated, the gradient a ratio (bias O(1/prompts))"
         )
-    heaviest = max(minibatch.samples.weight.max(initial=0.0) for minibatch in minibatches)
+    heaviest = max(minibatch.weight.max(initial=0.0) for minibatch in minibatches)
     if heaviest > pruning.max_weight * (1.0 + 1e-9) and not rule_named(pruning.completions.named).biased:
         yield (
             f"a weight of {heaviest:.2f} exceeds pruning.max_weight = {pruning.max_weight:g}: "

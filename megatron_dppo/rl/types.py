@@ -246,12 +246,13 @@ def no_segments(completions: tuple[int, ...]) -> Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingSamples:
-    """The K kept completions of one minibatch, or their sequences, sorted by (group, sequence, completion).
+class MinibatchPlan:
+    """One optimizer step: what is trained on, with which factor, and on which replica.
 
-    If the example keeps its second completion with probability 1, then K = 1, ``group`` is [0], ``completion`` [1],
-    ``advantage`` [[−1]] and ``weight`` [1 / 0.5] = [2]. With c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] =
-    [1/6].
+    The K kept completions, or their sequences, are its samples, sorted by (group, sequence, completion). If the example
+    keeps its second completion with probability 1, then K = 1, ``group`` is [0], ``completion`` [1], ``advantage``
+    [[−1]] and ``weight`` [1 / 0.5] = [2]. With c = 1/3 and Z = N·G = 4 ``scale`` is [2 · 1/3 / 4] = [1/6]. With the
+    ``packs`` (((0,),),) it is in the only pack of the only replica.
     """
 
     group: Ints
@@ -269,36 +270,24 @@ class TrainingSamples:
     shared_length: Ints
     """[K], tokens that the pack holds already with the sample before; 0 where it holds all of them anew."""
     advantage: Floats
-    """[K, S], of each segment; S = 1 where a completion has one advantage."""
+    """[K, S], of each segment or token; S = 1 where a completion has one advantage."""
     teacher: Ints
     """[K], as in StepMetadata."""
     weight: Floats
     """[K], 1/(π_prompt·π_completion), the Horvitz-Thompson weight."""
     scale: Floats
     """[K], weight · c / Z: the sum of a sample's token losses is multiplied by this, and by nothing else."""
+    normaliser: float
+    """Z of the full, unpruned minibatch."""
+    capacity: int = 0
+    """Tokens per pack, the same for all; 0 where nothing was kept."""
+    packs: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """packs[d][k] are the samples in pack k of data-parallel replica d, in order; every d has equally many packs."""
 
     @property
     def lengths(self) -> Ints:
         """[K], tokens of prompt and response."""
         return self.prompt_length + self.response_length
-
-
-@dataclass(frozen=True, slots=True)
-class MinibatchPlan:
-    """One optimizer step: what is trained on, what it is divided by, and on which replica.
-
-        MinibatchPlan(samples, normaliser=4.0, capacity=8, packs=(((0,),),))
-
-    has sample 0 in the only pack of the only replica.
-    """
-
-    samples: TrainingSamples
-    normaliser: float
-    """Z of the full, unpruned minibatch."""
-    capacity: int
-    """Tokens per pack, the same for all; 0 where nothing was kept."""
-    packs: tuple[tuple[tuple[int, ...], ...], ...]
-    """packs[d][k] are the samples in pack k of data-parallel replica d, in order; every d has equally many packs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,21 +313,6 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixTree:
-    """How the S segments of a pack go on from one another. A segment attends to its ancestors and to itself.
-
-        PrefixTree(parents=[-1, 0, 0, -1], tokens=[3, 2, 2, 1])
-
-    are a prompt of three tokens, two responses of two to it, and padding. The lists stand for arrays.
-    """
-
-    parents: Ints
-    """[S], −1 for those that begin anew. Parents come first, and all of a segment's descendants right after it."""
-    tokens: Ints
-    """[S], without the padding at a segment's end, to which its descendants do not attend."""
-
-
-@dataclass(frozen=True, slots=True)
 class Pack:
     """One microbatch in THD form: T tokens of S segments back to back, R of which are responses to be scored.
 
@@ -352,6 +326,7 @@ class Pack:
 
         token_ids     p p r r r s s .
         position_ids  0 1 2 3 4 2 3 0      cu_seqlens [0, 2, 5, 7, 8], predictors [1, 2, 3, 1, 5]
+        parents -1 0 0 -1, tokens 2 3 2 1
     """
 
     token_ids: Ints
@@ -385,7 +360,10 @@ class Pack:
     """[R], of the policy that KL is measured to; None as for ``old_logprobs``."""
     teachers: tuple[Any, ...] = ()
     """``TeacherHead`` of ``models/teacher_head.py``, each of some of the targets."""
-    tree: PrefixTree | None = None
-    """None where segments share nothing, and each attends to itself alone."""
+    parents: Ints | None = None
+    """[S], the segment from which each goes on, −1 for those that begin anew; None where all do. A segment attends to
+    its ancestors and to itself. Parents come first, and all of a segment's descendants right after it."""
+    tokens: Ints | None = None
+    """[S], without the padding at a segment's end, to which its descendants do not attend; None as ``parents``."""
     routing: Routing | None = None
     """[T, layers of this rank's stage, k]; ``unknown_expert`` where it is not known, and in padding."""

@@ -169,9 +169,7 @@ class Learner:
             metrics |= {name: value / tokens for name, value in totals.items()}
             metrics |= {name: value / fresh for name, value in mismatch.items() if fresh}
             metrics |= {"train/loss": total / len(norms), "train/grad_norm": sum(norms) / len(norms), "train/lr": lr}
-            metrics["train/tokens"] = float(
-                sum((m.samples.prompt_length + m.samples.response_length).sum() for m in plan.minibatches)
-            )
+            metrics["train/tokens"] = float(sum(minibatch.lengths.sum() for minibatch in plan.minibatches))
             metrics |= {name: sum(load[name] for load in loads) / len(loads) for name in loads[0]}
         return metrics
 
@@ -225,7 +223,7 @@ class Learner:
         """Teachers' heads for each pack. One after the other reads the packs in which any of its sequences are, on this
         replica or on another, with which it may share experts."""
         found: list[tuple[TeacherHead, ...]] = [() for _ in packs]
-        teacher_of = minibatch.samples.teacher
+        teacher_of = minibatch.teacher
         of_replicas = [[teacher_of[np.array(rows, np.int64)] for rows in replica] for replica in minibatch.packs]
         mine = of_replicas[self._world.dp_rank]
         for number, teacher in enumerate(self.teachers):

@@ -80,7 +80,7 @@ def test_distilled_update_equals_the_formula(
     metadata, groups = step(4)
     advantage = group_advantages(metadata.rewards, normalise=True) * several
     divergences = []
-    assert len(np.unique(metadata.teacher[plan.minibatches[0].samples.group])) == (3 if several else 1)
+    assert len(np.unique(metadata.teacher[plan.minibatches[0].group])) == (3 if several else 1)
 
     def terms(row: int, sample: int, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         completion, source = groups[row].completions[sample], groups[row].prompt.data_source

@@ -66,7 +66,7 @@ def objective(
 ) -> torch.Tensor:
     """Return GRPO's −Ĵ of the kept rows, with Z of the whole window."""
     (minibatch,) = plan.minibatches
-    kept, total = minibatch.samples, torch.zeros(())
+    kept, total = minibatch, torch.zeros(())
     assert 0 < len(kept.group) < metadata.rewards.size
     for row, sample, weight in zip(kept.group, kept.completion, kept.weight, strict=True):
         completion, own = groups[row].completions[sample], log_distributions(model, groups[row], sample)

@@ -56,7 +56,7 @@ def measure_errors(rank: int, size: int, config: Config) -> list[float]:
     rows = gradients(actor, singles, policy_loss).double()
     errors = []
     for minibatch, batches in zip(plan.minibatches, packed, strict=True):
-        samples = minibatch.samples
+        samples = minibatch
         summed = torch.from_numpy(samples.scale) @ rows[samples.group * SAMPLES + samples.completion]
         found = gradient(actor, batches, policy_loss).double()
         errors.append(float((found - summed).norm() / found.norm()))

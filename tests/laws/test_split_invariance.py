@@ -51,7 +51,7 @@ def reverse_order(plan: StepPlan) -> StepPlan:
 
     minibatches = []
     for each in plan.minibatches:
-        shared = each.samples.shared_length
+        shared = each.shared_length
         packs = tuple(tuple(reversed_pack(pack, shared) for pack in replica[::-1]) for replica in each.packs)
         minibatches.append(dataclasses.replace(each, packs=packs))
     return dataclasses.replace(plan, minibatches=tuple(minibatches))

@@ -123,7 +123,7 @@ def world() -> World:
 def gradient(world: World, config: Config, metadata: StepMetadata, minibatch: MinibatchPlan) -> torch.Tensor:
     """Return the gradient of one minibatch, as a trainer computes it; [parameters]."""
     world.policy.zero_grad()
-    samples = minibatch.samples
+    samples = minibatch
     prompt = metadata.prompt_ids[samples.group]
     total = torch.zeros((), dtype=torch.float64)
     for members in itertools.chain.from_iterable(minibatch.packs):
@@ -196,7 +196,7 @@ def full_gradient(world: World, config: Config) -> torch.Tensor:
     nothing = {"prompts": PromptPruningConfig(rule="none"), "completions": CompletionPruningConfig(rule="none")}
     unpruned = cfg.replace(with_rules(config, **nothing), loss=cfg.replace(config.loss, updates_per_rollout=1))
     (whole,) = plan(metadata, unpruned, **LAYOUT).minibatches
-    samples = whole.samples
+    samples = whole
     left = np.where(world.truncated[samples.group, samples.completion], 0.0, samples.scale)
     return gradient(world, config, metadata, replace(whole, samples=replace(samples, scale=left)))
 

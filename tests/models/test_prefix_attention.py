@@ -41,14 +41,14 @@ def pack_of_trees(align: int) -> Pack:
 
 def mask_of(pack: Pack) -> torch.Tensor:
     """[T, T], which token sees which."""
-    assert pack.tree is not None
+    assert pack.parents is not None
     starts, mask = pack.cu_seqlens.tolist(), torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
     for segment, (start, end) in enumerate(pairwise(starts)):
         mask[start:end, start:end] = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-        ancestor = int(pack.tree.parents[segment])
+        ancestor = int(pack.parents[segment])
         while ancestor >= 0:
-            mask[start:end, starts[ancestor] : starts[ancestor] + int(pack.tree.tokens[ancestor])] = True
-            ancestor = int(pack.tree.parents[ancestor])
+            mask[start:end, starts[ancestor] : starts[ancestor] + int(pack.tokens[ancestor])] = True
+            ancestor = int(pack.parents[ancestor])
     return mask
 
 
@@ -60,7 +60,7 @@ def test_stretches_together_are_one_softmax_and_so_are_their_gradients(
     """Each context-parallel rank has its own queries, and the keys of all."""
     monkeypatch.setattr(prefix_attention, "kernel_for", lambda query: OneByOne(kernel))
     pack = pack_of_trees(align)
-    assert pack.tree is not None
+    assert pack.parents is not None
     torch.manual_seed(0)
     query, key, value = (
         torch.randn(TOKENS, heads, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -76,7 +76,7 @@ def test_stretches_together_are_one_softmax_and_so_are_their_gradients(
     for rank in range(size):
         held = held_positions(np.diff(starts).tolist(), rank, size)
         mine = query.detach()[held].requires_grad_()
-        rounds = rounds_of(starts, pack.tree, rank, size)
+        rounds = rounds_of(pack, rank, size)
         attended = prefix_attention._Attend.apply(mine, key, value, rounds, WIDTH**-0.5)
         torch.testing.assert_close(attended, expected[held], rtol=0, atol=1e-12)
         of_query, *of_keys = torch.autograd.grad(attended, (mine, key, value), upstream[held])

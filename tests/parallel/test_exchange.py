@@ -8,7 +8,7 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, RoutingShape, TrainingSamples, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, RoutingShape, VersionSpan
 
 PROMPT_LENGTHS = (3, 1, 5)
 RESPONSE_LENGTHS = ((4, 1), (2, 7), (6, 3))
@@ -50,7 +50,7 @@ def group(index: int) -> Group:
 def plan() -> MinibatchPlan:
     """Return five of six completions over two replicas, out of order; the second replica has an empty pack."""
     groups, completions = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 1])
-    kept = TrainingSamples(
+    return MinibatchPlan(
         group=groups,
         completion=completions,
         sequence=np.zeros(5, np.int64),
@@ -63,8 +63,10 @@ def plan() -> MinibatchPlan:
         teacher=np.full(5, -1),
         weight=np.ones(5),
         scale=np.arange(5.0) / 10,
+        normaliser=1.0,
+        capacity=32,
+        packs=(((4, 0), (2,)), ((1, 3), ())),
     )
-    return MinibatchPlan(kept, 1.0, 32, (((4, 0), (2,)), ((1, 3), ())))
 
 
 def receive(rank: int, size: int, layout: LayoutConfig) -> tuple[int, list[list[TrainingSample]], np.ndarray]:
@@ -80,7 +82,7 @@ def test_ranks_get_the_samples_of_their_replica_in_order(ranks):
         expected = given.packs[replica]
         assert [len(pack) for pack in packs] == [len(pack) for pack in expected]
         for row, got in zip(chain(*expected), chain(*packs), strict=True):
-            index, sample = int(given.samples.group[row]), int(given.samples.completion[row])
+            index, sample = int(given.group[row]), int(given.completion[row])
             source, sent = group(index), completion(index, sample)
             for ours, theirs in (
                 (got.prompt_ids, source.prompt.token_ids),
@@ -92,4 +94,4 @@ def test_ranks_get_the_samples_of_their_replica_in_order(ranks):
                 (got.routing, sent.routing[:, layers]),
             ):
                 np.testing.assert_array_equal(ours, theirs)
-            assert (got.scale, got.version, got.shared) == (row / 10, row + 20, given.samples.shared_length[row])
+            assert (got.scale, got.version, got.shared) == (row / 10, row + 20, given.shared_length[row])

@@ -11,7 +11,7 @@ from megatron_dppo.config.types import Keep
 from megatron_dppo.rl import plan as planning
 from megatron_dppo.rl.pack import TrainingSample
 from megatron_dppo.rl.pruning.forecast import PromptFeatures, PromptForecast
-from megatron_dppo.rl.types import Floats, Ints, Prompt, StepMetadata, StepPlan, TrainingSamples
+from megatron_dppo.rl.types import Floats, Ints, MinibatchPlan, Prompt, StepMetadata, StepPlan
 
 LAYOUT = {"replicas": 1, "align": 1, "capacity_multiple": 1, "step": 0, "pipeline": 1}
 
@@ -57,7 +57,7 @@ def plan(metadata: StepMetadata, config: Config, **options: Any) -> StepPlan:
 
 
 def training_sample(
-    samples: TrainingSamples, k: int, prompt_ids: Ints, response_ids: Ints, **fields: Any
+    samples: MinibatchPlan, k: int, prompt_ids: Ints, response_ids: Ints, **fields: Any
 ) -> TrainingSample:
     """Return row ``k`` of a plan with its tokens; ``fields`` replace the defaults of what the plan does not know."""
     made = {

@@ -117,7 +117,7 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
     given = {"prompt_inclusion": inclusion, "window": 9.0, "response_lengths": lengths, "rewards": rewards}
     metadata = step_metadata(6, SAMPLES, **given)
     (minibatch,) = plan(metadata, step_config(keep=0.6, **loss.model_dump())).minibatches
-    samples, advantage = minibatch.samples, write_advantages(loss.name, metadata)
+    samples, advantage = minibatch, write_advantages(loss.name, metadata)
     assert 4 < len(samples.group) < metadata.rewards.size
 
     sizes = samples.response_length

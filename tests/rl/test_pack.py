@@ -95,7 +95,7 @@ def test_shared_tokens_are_stored_once_and_predict_for_each() -> None:
         sample=[0, 0, 0, 1, 1, 1, 1, 2, 3],
         scale=[1.0] * 7 + [2.0, 1.0],
     )
-    assert (pack.tree.parents.tolist(), pack.tree.tokens.tolist()) == ([-1, 0, 1, 1, 0, -1, -1], [3, 2, 1, 2, 1, 2, 3])
+    assert (pack.parents.tolist(), pack.tokens.tolist()) == ([-1, 0, 1, 1, 0, -1, -1], [3, 2, 1, 2, 1, 2, 3])
     assert pack.max_seqlen == 7
     assert path_to(pack, 9).tolist() == [0, 1, 2, 4, 5, 8, 9]
     assert path_to(pack, 13).tolist() == [12, 13]

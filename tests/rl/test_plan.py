@@ -12,7 +12,7 @@ from megatron_dppo.config import BranchConfig, Config, PackConfig, RunConfig, Sc
 from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, take_groups
-from megatron_dppo.rl.types import SEGMENT, MinibatchPlan, StepMetadata, StepPlan, TrainingSamples
+from megatron_dppo.rl.types import SEGMENT, MinibatchPlan, StepMetadata, StepPlan
 from tests.rl import plans
 from tests.rl.plans import step_config, step_metadata
 
@@ -23,11 +23,11 @@ def plan(metadata: StepMetadata, config: Config, **options) -> StepPlan:
     return plans.plan(metadata, config, **({"replicas": 2, "step": 3} | options))
 
 
-def samples_of(metadata: StepMetadata, config: Config, **options) -> TrainingSamples:
-    return plan(metadata, config, **options).minibatches[0].samples
+def samples_of(metadata: StepMetadata, config: Config, **options) -> MinibatchPlan:
+    return plan(metadata, config, **options).minibatches[0]
 
 
-def pairs(samples: TrainingSamples) -> list[tuple[int, int]]:
+def pairs(samples: MinibatchPlan) -> list[tuple[int, int]]:
     return list(zip(samples.group.tolist(), samples.completion.tolist(), strict=True))
 
 
@@ -39,7 +39,7 @@ def uniform_step(rewards: list[list[float]], **fields) -> StepMetadata:
 
 
 def contents(step: StepPlan) -> list[object]:
-    return [(pairs(each.samples), each.samples.scale.tolist(), each.packs) for each in step.minibatches]
+    return [(pairs(each), each.scale.tolist(), each.packs) for each in step.minibatches]
 
 
 def test_plan_is_a_function_of_metadata_configuration_and_step():
@@ -61,7 +61,7 @@ def test_training_samples_do_not_depend_on_the_layout():
 def test_samples_carry_the_numbers_of_their_completion():
     metadata = step_metadata(24)
     minibatch = plan(metadata, step_config()).minibatches[0]
-    samples = minibatch.samples
+    samples = minibatch
     at = (samples.group, samples.completion)
     assert pairs(samples) == sorted(set(pairs(samples)))
     np.testing.assert_array_equal(samples.owner, metadata.owners[samples.group])
@@ -78,7 +78,7 @@ def test_product_of_both_levels_weights_is_bounded(seed, keep, max_weight, rule,
     inclusion = np.maximum(np.random.default_rng(seed).random(16) ** spread, 1.0 / max_weight)
     metadata = step_metadata(16, seed=seed, prompt_inclusion=inclusion)
     result = plan(metadata, step_config(rule=rule, keep=keep, max_weight=max_weight))
-    assert result.minibatches[0].samples.weight.max(initial=0.0) <= max_weight * (1 + 1e-12)
+    assert result.minibatches[0].weight.max(initial=0.0) <= max_weight * (1 + 1e-12)
     assert not any("max_weight" in note for note in result.notes)
 
 
@@ -119,7 +119,7 @@ def test_step_of_equal_groups_keeps_nothing_and_says_so(updates: int):
     metadata = step_metadata(8, rewards=np.repeat([[0.0], [1.0]], 4, axis=0) * np.ones((8, 8)))
     result = plan(metadata, step_config(updates_per_rollout=updates))
     for minibatch in result.minibatches:
-        assert (minibatch.capacity, minibatch.packs, len(minibatch.samples.group)) == (0, ((), ()), 0)
+        assert (minibatch.capacity, minibatch.packs, len(minibatch.group)) == (0, ((), ()), 0)
     assert ["nothing" in note for note in result.notes] == [True] * updates
     assert result.metrics["prune/zero_advantage_fraction"] == 1.0
     assert result.metrics["prune/kept_token_fraction"] == 0.0
@@ -135,10 +135,10 @@ def test_step_without_any_group_keeps_nothing():
 def test_minibatches_are_whole_groups_with_a_part_of_the_window():
     metadata = step_metadata(30, prompt_inclusion=np.full(30, 0.6), window=50.0)
     result = plan(metadata, step_config(rule="none", updates_per_rollout=4, kl_coef=0.1))
-    groups = [np.unique(minibatch.samples.group) for minibatch in result.minibatches]
+    groups = [np.unique(minibatch.group) for minibatch in result.minibatches]
     assert sorted(np.concatenate(groups).tolist()) == list(range(30)) != np.concatenate(groups).tolist()
     assert [minibatch.normaliser for minibatch in result.minibatches] == [50 * len(g) / 30 * 8 for g in groups]
-    assert [len(minibatch.samples.group) for minibatch in result.minibatches] == [8 * len(g) for g in groups]
+    assert [len(minibatch.group) for minibatch in result.minibatches] == [8 * len(g) for g in groups]
 
 
 def first_minibatch(packing: PackConfig | None = None, **options) -> MinibatchPlan:
@@ -210,7 +210,7 @@ def test_beginnings_of_prompts_are_in_a_pack_once():
         prompt_lengths=np.array([len(prompt) for prompt in prompts]),
     )
     (minibatch,) = plan(metadata, step_config(rule="none"), replicas=1, prompts=prompts).minibatches
-    assert minibatch.samples.shared_length.tolist() == [0, 25, 20, 25, 0, 15]
+    assert minibatch.shared_length.tolist() == [0, 25, 20, 25, 0, 15]
     assert minibatch.capacity == 25 + 5 + 15 + 6 * 7
     apart = samples_of(metadata, step_config(rule="none"), replicas=1)
     assert apart.shared_length.tolist() == [0, 25, 0, 25, 0, 15]
@@ -244,6 +244,6 @@ def test_every_minibatch_has_a_draw_of_its_own():
     lengths = np.tile(np.arange(20, 100, 10), (12, 1))
     metadata = uniform_step([[1, 1, 1, 0, 0, 0, 0, 0]] * 12, prompt_lengths=np.full(12, 10), response_lengths=lengths)
     steps = [plan(metadata, step_config(keep=0.37, updates_per_rollout=2), step=step) for step in range(20)]
-    kept = [[each.samples.completion.tolist() for each in step.minibatches] for step in steps]
+    kept = [[each.completion.tolist() for each in step.minibatches] for step in steps]
     assert sum(first == second for first, second in kept) < 5
     assert len({str(first) for first, _ in kept}) > 10, "and every step its own"

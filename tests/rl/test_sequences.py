@@ -41,7 +41,7 @@ def step_of_sequences(groups: int, samples: int) -> tuple[StepMetadata, np.ndarr
 def test_sequences_of_a_kept_completion_have_its_factors() -> None:
     metadata, _ = step_of_sequences(12, 6)
     [minibatch] = plan(metadata, step_config(), replicas=2).minibatches
-    rows = minibatch.samples
+    rows = minibatch
     assert sorted(k for replica in minibatch.packs for pack in replica for k in pack) == list(range(len(rows.group)))
     kept = {(q, i) for q, i in zip(rows.group.tolist(), rows.completion.tolist(), strict=True)}
     assert 0 < len(kept) < metadata.rewards.size
@@ -63,7 +63,7 @@ def test_expected_gradient_is_that_of_all_sequences(loss: str) -> None:
     metadata, scores = step_of_sequences(4, 4)
 
     def gradient(step: StepPlan) -> float:
-        rows = step.minibatches[0].samples
+        rows = step.minibatches[0]
         return float((rows.scale * rows.advantage[:, 0] * scores[rows.group, rows.completion, rows.sequence]).sum())
 
     whole = gradient(plan(metadata, step_config(name=loss, rule="none")))

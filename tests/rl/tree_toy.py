@@ -104,7 +104,7 @@ def plan_gradient(policy: Toy, step: StepPlan, paths: Sequence[Tokens], segments
         paths: of the prompt's completions.
         segments: for each of them the segment of every token.
     """
-    samples, total = step.minibatches[0].samples, np.zeros(len(PREFIXES))
+    samples, total = step.minibatches[0], np.zeros(len(PREFIXES))
     for k, slot in enumerate(samples.completion):
         advantage = samples.advantage[k, segments[slot]]
         total += samples.scale[k] * advantage @ policy.scores(paths[slot])[: len(advantage)]

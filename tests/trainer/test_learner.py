@@ -107,9 +107,8 @@ def one_fresh(metadata: StepMetadata) -> StepMetadata:
 
 def one_not_a_number(plan: StepPlan) -> StepPlan:
     (minibatch,) = plan.minibatches
-    advantage = np.where(np.arange(len(minibatch.samples.owner)) == 1, np.nan, 1.0)
-    samples = dataclasses.replace(minibatch.samples, advantage=advantage[:, None])
-    return dataclasses.replace(plan, minibatches=(dataclasses.replace(minibatch, samples=samples),))
+    advantage = np.where(np.arange(len(minibatch.owner)) == 1, np.nan, 1.0)
+    return dataclasses.replace(plan, minibatches=(dataclasses.replace(minibatch, advantage=advantage[:, None]),))
 
 
 def test_step_without_a_gradient_is_a_counted_no_op(ranks: RankPool, policy: Path) -> None:
@@ -123,7 +122,7 @@ def test_step_without_a_gradient_is_a_counted_no_op(ranks: RankPool, policy: Pat
         assert of_rank.kept_weights
         assert of_rank.metrics == {"train/no_op_updates": 1.0}
     for of_rank in finished:
-        samples = of_rank.plan.minibatches[0].samples
+        samples = of_rank.plan.minibatches[0]
         assert [samples.group.tolist(), samples.completion.tolist()] == [[0], [1]]
         assert of_rank.metrics["train/grad_norm"] > 0.0
         assert not of_rank.kept_weights

@@ -71,7 +71,7 @@ def test_groups_of_equal_reward_are_left_out_and_not_divided_by():
     rewards = np.array([[1.0, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0]])
     words = ("pruning.prompts.rule=dynamic_sampling", "loss.updates_per_rollout=2")
     found = plan_with(step_metadata(5, 4, rewards=rewards), *words)
-    assert sorted({int(g) for m in found.minibatches for g in m.samples.group}) == [1, 3, 4]
+    assert sorted({int(g) for m in found.minibatches for g in m.group}) == [1, 3, 4]
     assert sum(m.normaliser for m in found.minibatches) == 3 * 4
     assert found.metrics["prune/discarded_groups"] == 2.0
     assert any("dynamic_sampling is biased" in note for note in found.notes)
@@ -100,7 +100,7 @@ def test_divisor_and_weights_of_a_rule(rule, z):
     words = [f"pruning.{word}" for word in rule.split()]
     found = plan_with(metadata, "pruning.completions.keep=0.5", *words)
     assert found.minibatches[0].normaliser == z
-    assert (found.minibatches[0].samples.weight == 1.0).all()
+    assert (found.minibatches[0].weight == 1.0).all()
     assert any("is biased" in note for note in found.notes) == bool(rule)
 
 
