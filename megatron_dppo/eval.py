@@ -47,7 +47,7 @@ from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.process.streams import SAY_EVERY_S, Advance, progress_bar
-from megatron_dppo.rollout.scoring import Failures
+from megatron_dppo.rl.score import Score, tracebacks
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen
 
@@ -107,14 +107,14 @@ def _answer(
         check_agreement(parts, engine, pool, version=0)
     evaluator = Evaluator(config, world, parts.collectors(engine, workers))
     done = len(problems) - sum(map(len, left))
-    failures: list[Failures] = []
+    failed: list[Score] = []
     of_all = config.eval.samples * len(problems)
     with progress_bar("problems", len(problems), done=done, shown=world.leads) as advance:
         progress = _Progress(config, len(problems), done, advance)
         for batch in left:
             found = evaluator.answer(batch, keep=len(batch), of_all=of_all)
-            failures.append(found.failures)
-            evaluator.check_failures(failures, of_all)
+            failed += found.failed
+            evaluator.check_failures(failed, of_all)
             if log:
                 log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
                 progress.say(found)
@@ -156,7 +156,7 @@ class _Progress:
             self._console.note(f"{done} of {of} problems are answered already")
 
     def say(self, found: EvalAnswers) -> None:
-        for note in found.failures.tracebacks:
+        for note in tracebacks(found.failed):
             self._console.note(note)
         scores = [answer.score for group in found.answers for answer in group if answer.score]
         self._asked += len(found.answers)

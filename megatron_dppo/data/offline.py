@@ -27,7 +27,8 @@ from megatron_dppo.data.prompts import PromptPool, offline_prompts
 from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth, is_right
-from megatron_dppo.rl.types import Bools, Completion, Ints, Score, VersionSpan
+from megatron_dppo.rl.score import Score
+from megatron_dppo.rl.types import Bools, Completion, Ints, VersionSpan
 
 OFFLINE = -1
 """The version of tokens that no weights of the run have made."""

@@ -29,12 +29,13 @@ from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rewards.math.completion import after_thoughts, said_answer, stated_answer
 from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.score import Score, tracebacks
 from megatron_dppo.rl.seeds import Purpose, engine_seed
-from megatron_dppo.rl.types import Completion, Floats, Prompt, Score
+from megatron_dppo.rl.types import Completion, Floats, Group, Prompt
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.conversation_functions import check_turns
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.scoring import Failures, ScoredCompletions, check_failures, together
+from megatron_dppo.rollout.scoring import check_failures, failed_scores
 
 MATH = "math"
 """The verifier that can also tell whether two answers without their texts are the same."""
@@ -82,7 +83,8 @@ class EvalAnswers:
     """[P][k]"""
     votes: Floats
     """[P], ``vote``; not a number where no answer could be scored."""
-    failures: Failures
+    failed: Sequence[Score]
+    """Scores of the answers that could not be scored."""
 
 
 def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[EvalProblem]:
@@ -204,38 +206,39 @@ class Evaluator:
         return EvalAnswers(
             answers=[given[index][0] for index in range(len(problems))],
             votes=np.array([given[index][1] for index in range(len(problems))], np.float64),
-            failures=together([share.failures for _, share in shares]),
+            failed=[score for _, share in shares for score in share.failed],
         )
 
-    def check_failures(self, found: Sequence[Failures], of_all: int) -> None:
+    def check_failures(self, failed: Sequence[Score], of_all: int) -> None:
         """
         Raises:
             UserError: on every rank, if more than ``reward.max_failures`` of all answers could not be scored.
         """
-        check_failures(self._config.reward, found, of_all)
+        check_failures(self._config.reward, failed, of_all)
 
-    def _share(self, indices: Sequence[int], answers: ScoredCompletions, verifier: str, keep: int) -> EvalAnswers:
+    def _share(self, indices: Sequence[int], answers: Sequence[Group], verifier: str, keep: int) -> EvalAnswers:
         """Answers of this rank's problems, for all ranks."""
         tags = self._config.reward.thinking_tags
         groups = [
-            [_answer(*each, prompt.text, tags) for each in zip(completions, texts, scores, strict=True)]
-            for prompt, completions, texts, scores in zip(
-                answers.prompts, answers.completions, answers.texts, answers.scores, strict=True
-            )
+            [
+                _answer(completion, text, None if score.failure else score, group.prompt.text, tags)
+                for completion, text, score in zip(group.completions, group.texts, group.scores, strict=True)
+            ]
+            for group in answers
         ]
         told = [
             group if index < keep else [dataclasses.replace(answer, text=None) for answer in group]
             for index, group in zip(indices, groups, strict=True)
         ]
         majority = self._vote(groups, verifier)
-        return EvalAnswers(told, majority, answers.failures)
+        return EvalAnswers(told, majority, failed_scores(answers))
 
     def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
         def same(pairs: Sequence[Pair]) -> list[bool]:
             if verifier != MATH:  # another function may need the whole text of an answer
                 return [False] * len(pairs)
             items = [ScoreItem("", f"\\boxed{{{second}}}", first) for first, second in pairs]
-            return [bool(score and score.correct) for score in self._collectors[verifier].workers.score(items).scores]
+            return [score.correct for score in self._collectors[verifier].workers.score(items)]
 
         scored = [[(answer.extracted, answer.score.correct) for answer in of if answer.score] for of in groups]
         counts = [(sum(right for _, right in of), [text for text, right in of if not right]) for of in scored]
@@ -354,7 +357,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Eval
     """
     of_all = config.samples * len(problems)
     found = evaluator.answer(problems, keep=config.show, of_all=of_all)
-    evaluator.check_failures([found.failures], of_all)
+    evaluator.check_failures(found.failed, of_all)
     answers = [answer for group in found.answers for answer in group]
     rewards = [answer.score.reward for answer in answers if answer.score]
     metrics = {
@@ -382,7 +385,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Eval
         for problem, group in zip(problems[: config.show], found.answers, strict=False)
     ]
     counts = {name: len(of) for name, of in indices.items()}
-    return HeldOutScores(metrics, tuple(shown), found.failures.tracebacks, counts)
+    return HeldOutScores(metrics, tuple(shown), tracebacks(found.failed), counts)
 
 
 def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> dict[str, float]:

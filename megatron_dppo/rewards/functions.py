@@ -9,9 +9,10 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
@@ -30,6 +31,7 @@ from megatron_dppo.rewards.adapters import (
 )
 from megatron_dppo.rewards.math.completion import THINKING_TAGS, after_thoughts, stated_answer
 from megatron_dppo.rl.numbers import as_number, as_truth, is_right
+from megatron_dppo.rl.score import Score
 
 SETTING = "reward.function"
 BUILTIN = {
@@ -164,31 +166,20 @@ def _of_text(function: RewardFunction, tags: Sequence[str]) -> Scorer:
     return compare
 
 
-class Verdict(NamedTuple):
-    """A function's result for one completion, in the order of the fields of :class:`~megatron_dppo.rl.types.Score`."""
-
-    reward: float
-    correct: bool
-    answer: str | None
-    by: tuple[str, ...]
-    roles: Mapping[str, float]
-    metrics: Mapping[str, float]
-
-
-def to_verdict(returned: object) -> Verdict:
+def read_score(returned: object) -> Score:
     """Read a function's result. Its metrics are those that it has logged, and the further numbers of a mapping; values
     that are not finite are left out.
 
     Raises:
         InvalidScoreError: as ``to_score``.
     """
-    if isinstance(returned, Verdict):
+    if isinstance(returned, Score):
         return returned
     returned, logged = returned if isinstance(returned, Logged) else (returned, {})
     found = {**logged, **(returned if isinstance(returned, Mapping) else {})}
     numbers = {str(name): as_number(value) for name, value in found.items() if name not in VERDICT or name in logged}
     metrics = {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
-    return Verdict(*to_score(returned), *details(returned), role_rewards(returned), metrics)
+    return Score(*to_score(returned), *details(returned), role_rewards(returned), metrics)
 
 
 def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer | GroupScorer]) -> Scorer | GroupScorer:
@@ -197,7 +188,7 @@ def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer 
     of_one = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
     if len(of_one) < len(scorers):
 
-        def of_group(items: Sequence[ScoreItem]) -> list[Verdict]:
+        def of_group(items: Sequence[ScoreItem]) -> list[Score]:
             results = [
                 scorer(items) if isinstance(scorer, GroupScorer) else [_or_error(scorer, item) for item in items]
                 for scorer in scorers
@@ -207,7 +198,7 @@ def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer 
         return GroupScorer(of_group)
     if any(isinstance(scorer, AsyncScorer) for scorer in of_one):
 
-        async def begin(item: ScoreItem) -> Verdict:
+        async def begin(item: ScoreItem) -> Score:
             results: list[object] = []
             for scorer in of_one:  # one after another: only steps of this very task count as processor time
                 try:
@@ -227,13 +218,13 @@ def _or_error(scorer: Scorer, item: ScoreItem) -> object:
         return error
 
 
-def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> Verdict:
+def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> Score:
     """One verdict from those of all functions, of which some may be NotScoredError."""
-    scored: list[tuple[str, float, Verdict]] = []
+    scored: list[tuple[str, float, Score]] = []
     for (metric, function, weight), result in zip(parts, results, strict=True):
         if not isinstance(result, NotScoredError):
             try:
-                scored.append((metric, weight, to_verdict(result)))
+                scored.append((metric, weight, read_score(result)))
             except InvalidScoreError as error:
                 raise InvalidScoreError(f"{error.kind} ({function})", result) from error
     if not scored:
@@ -243,7 +234,7 @@ def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> 
     metrics = {name: value for *_, each in scored for name, value in each.metrics.items()}
     metrics |= {metric: each.reward for metric, _, each in scored}
     reward = _number(sum(weight * each.reward for _, weight, each in scored), metrics)
-    return scored[0][2]._replace(reward=reward, roles=roles, metrics=metrics)
+    return replace(scored[0][2], reward=reward, roles=roles, metrics=metrics)
 
 
 def to_score(returned: object) -> tuple[float, bool]:

@@ -6,7 +6,7 @@ function leaves behind, in whatever sessions, and ends them with the scoring: wh
 (SIGTERM), and when the trainer has died. It ends as the scoring ended.
 
 Messages out are ("ready", whether the function takes groups, whether completions are awaited together), ("refused",
-UserError), ("error", unit, kind, text), ("timeout", unit) and ("scores", unit, [the fields of a ``Verdict``, …]). A
+UserError), ("error", unit, kind, text), ("timeout", unit) and ("scores", unit, [Score, …]). A
 message in is a list of (unit, pickled items). A unit is the range of one completion's number, or of those of a group;
 an item is a :class:`ScoreItem`.
 """
@@ -33,7 +33,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
 from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rewards.adapters import AsyncScorer, GroupScorer, ScoreItem, Scorer
-from megatron_dppo.rewards.functions import InvalidScoreError, resolve, to_verdict
+from megatron_dppo.rewards.functions import InvalidScoreError, read_score, resolve
 
 MEBIBYTE = 2**20
 
@@ -162,7 +162,7 @@ def scored(unit: range, returned: Iterable[object]) -> Answer:
     Raises:
         InvalidScoreError: one is no number to train on.
     """
-    return "scores", unit, [tuple(to_verdict(each)) for each in returned]
+    return "scores", unit, [read_score(each) for each in returned]
 
 
 def failed(unit: range, items: Sequence[ScoreItem], error: BaseException) -> Answer:

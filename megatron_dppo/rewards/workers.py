@@ -22,7 +22,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -33,7 +32,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.process.streams import moved
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.math.completion import THINKING_TAGS
-from megatron_dppo.rl.types import Score
+from megatron_dppo.rl.score import Score
 
 START_LIMIT_S = 300.0
 """How long the import of a reward function may take. Does not count against the time limit of a completion."""
@@ -44,20 +43,6 @@ END_LIMIT_S = 5.0
 """How long a worker may take to end what its function has started, before it is killed itself."""
 CHUNK = 32
 """Most completions that a worker is given at once."""
-
-
-@dataclass(slots=True)
-class Scored:
-    """Scores of a list of items."""
-
-    scores: list[Score | None]
-    """In the order of the items; None where scoring failed."""
-    timeouts: int = 0
-    """Items whose worker was killed at a time limit."""
-    errors: int = 0
-    """Items whose function raised, returned no number to train on, or took two processes down."""
-    tracebacks: list[str] = field(default_factory=list)
-    """One for each kind of error that was never reported before."""
 
 
 class _Worker:
@@ -137,7 +122,7 @@ class RewardWorkers:
             for worker in starting:
                 self._await_ready(worker)
 
-    def score(self, items: Sequence[ScoreItem], *, most_failures: int | None = None) -> Scored:
+    def score(self, items: Sequence[ScoreItem], *, most_failures: int | None = None) -> list[Score]:
         """Score all items. A worker that hangs or dies is replaced, and what it had not begun goes to another.
 
         Args:
@@ -212,7 +197,8 @@ class Scoring:
         self._owner, self._most_failures = owner, most_failures
         self._items: list[ScoreItem] = []
         self._queue: deque[range] = deque()
-        self._scored = Scored([])
+        self._scores: list[Score] = []
+        self._failures = 0
         self._lost_once: set[int] = set()
 
     def add(self, items: Sequence[ScoreItem]) -> None:
@@ -220,7 +206,7 @@ class Scoring:
         if items:
             self._queue.append(range(len(self._items), len(self._items) + len(items)))
         self._items.extend(items)
-        self._scored.scores.extend([None] * len(items))
+        self._scores.extend([Score.failed("unscored")] * len(items))
 
     def advance(self, wait_s: float = 0.0) -> bool:
         """Give out what waits, and take what is done.
@@ -249,8 +235,8 @@ class Scoring:
             self._receive(worker)
         return True
 
-    def finish(self) -> Scored:
-        """Wait for all of them.
+    def finish(self) -> list[Score]:
+        """Wait for all of them; their scores in the order in which they were added.
 
         Raises:
             UserError: as ``advance``.
@@ -258,7 +244,7 @@ class Scoring:
         while self.advance(math.inf):
             moved()
         self.abandon()
-        return self._scored
+        return self._scores
 
     def abandon(self) -> None:
         """End what is under way: it is of no use any more."""
@@ -267,7 +253,7 @@ class Scoring:
 
     @property
     def _too_many_failed(self) -> bool:
-        return self._scored.timeouts + self._scored.errors > self._most_failures
+        return self._failures > self._most_failures
 
     def _next_chunk(self, worker: _Worker) -> list[range]:
         """Units that an idle worker scores next, one after another."""
@@ -337,25 +323,28 @@ class Scoring:
         worker.pending.remove(unit)
         self._set_deadline(worker)
         if kind == "scores":
-            self._scored.scores[unit.start : unit.stop] = [Score(*each) for each in said[0]]
+            self._scores[unit.start : unit.stop] = said[0]
         elif kind == "timeout":
-            self._scored.timeouts += len(unit)
+            self._give_up(unit, Score.failed("timeout"))
         else:
             self._fail(unit, *said)
 
     def _fail(self, unit: range, kind: str, text: str) -> None:
-        self._scored.errors += len(unit)
-        if kind not in self._owner._reported:
-            self._owner._reported.add(kind)
-            place = self._items[unit.start].place
-            of = f", for {place}" if place else ""
-            self._scored.tracebacks.append(f"reward.function = {self._owner._spec}{of}: {text}")
+        place, known = self._items[unit.start].place, kind in self._owner._reported
+        self._owner._reported.add(kind)
+        of = f", for {place}" if place else ""
+        told = "" if known else f"reward.function = {self._owner._spec}{of}: {text}"
+        self._give_up(unit, Score.failed("error", told))
+
+    def _give_up(self, unit: range, failed: Score) -> None:
+        self._failures += len(unit)
+        self._scores[unit.start : unit.stop] = [failed] * len(unit)
 
     def _time_out(self, worker: _Worker) -> None:
         if worker.awaits and len(worker.pending) > 1:  # any of them may be what hangs
             self._lost_once.update(unit.start for unit in worker.pending)
         else:
-            self._scored.timeouts += len(worker.pending.popleft())
+            self._give_up(worker.pending.popleft(), Score.failed("timeout"))
         self._put_back(worker)
 
     def _replace_dead(self, worker: _Worker) -> None:

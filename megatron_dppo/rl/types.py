@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.rl.census import PruningStats
+from megatron_dppo.rl.score import Score
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -136,27 +137,6 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
-    """Verdict of a verifier on one completion.
-
-        Score(reward=1.0, correct=True, answer="5.0", by=("number",))
-
-    took "5.0" for the answer, and the rule ``number`` made it equal to the label "5".
-    """
-
-    reward: float
-    correct: bool
-    answer: str | None = None
-    """The answer that the verifier found in the completion, where it tells it."""
-    by: tuple[str, ...] = ()
-    """The equivalences by which the answer is equal to the label, where the verifier tells them."""
-    roles: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of the roles of a conversation; a role that is not here has ``reward``."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log: the rewards of several functions, and those that a function returns or logs besides."""
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
     """A prompt with its G completions and their rewards. Advantages are always computed on the whole group.
 
@@ -168,7 +148,11 @@ class Group:
     prompt: Prompt
     completions: tuple[Completion, ...]
     rewards: Floats
-    """[G], penalties included."""
+    """[G], penalties included; those of completions whose scoring failed are not a number."""
+    scores: tuple[Score, ...] = ()
+    """G, of the verifier; a group that comes out of a checkpoint has none."""
+    texts: tuple[str, ...] = ()
+    """G, as the verifier read them, special tokens left out; of offline rollouts none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,13 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.pruning.schedule import mixed
+from megatron_dppo.rl.score import Score, count_failures, tracebacks
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.sequences import check_sequences, longest_response
-from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Score, Selection, StepMetadata
+from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Selection, StepMetadata
 from megatron_dppo.rollout.engine import RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
-from megatron_dppo.rollout.scoring import Failures, GroupScoring, ScoredCompletions, check_failures, together
+from megatron_dppo.rollout.scoring import GroupScoring, check_failures, failed_scores, scored_group
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
@@ -48,8 +49,8 @@ class RolloutBatch:
     """Sums over the groups of each rank. ``negative_logprob`` is −Σ log p over all sampled tokens, which estimates
     their entropy without bias; ``unique_tokens`` counts tokens that completions of a tree share once; ``failed_weight``
     is Σ 1/π over the prompts whose scoring failed."""
-    failures: Failures
-    """Failures of all ranks."""
+    failed: Sequence[Score]
+    """Scores of the completions of all ranks that could not be scored."""
 
 
 class Collector:
@@ -114,12 +115,14 @@ class Collector:
         selection, rollout = rollouts.selection, self._config.rollout
         assert rollouts.prompts is not None, "they are requested first"
         total = len(selection.prompt_ids) * rollout.samples_per_prompt
-        if self._offline is not None:
-            answers = self._read(_offline_answers(rollouts.prompts, self._offline))
+        if (offline := self._offline) is not None:
+            held = [(prompt, offline[prompt.id]) for prompt in rollouts.prompts]
+            answers = self._read([scored_group(prompt, of.completions, of.scores) for prompt, of in held])
         else:
             answers = self.answers(rollouts.prompts, rollouts.pending, of_all=total)
         if rollout.conversation or rollout.engine_function:  # others make one sequence
-            look = partial(check_sequences, self._config, answers.prompts, answers.completions)
+            completions = [group.completions for group in answers]
+            look = partial(check_sequences, self._config, rollouts.prompts, completions)
             self._world.together(look, what="look at the rollouts' sequences")
         if self._routing is not None:
             self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
@@ -128,10 +131,11 @@ class Collector:
         if self._config.rollout.roles:
             self._world.together(lambda: self._check_roles(answers), what="look at the roles' rewards")
         groups, metadata, counts = self._share(answers, selection.inclusion[self._mine(selection)])
-        parts, sums, failures = zip(*self._world.gather((metadata, counts, answers.failures)), strict=True)
-        check_failures(self._config.reward, failures, total)
+        parts, sums, failures = zip(*self._world.gather((metadata, counts, failed_scores(answers))), strict=True)
+        failed = [score for of_rank in failures for score in of_rank]
+        check_failures(self._config.reward, failed, total)
         window = _window_left(selection.window, parts, sum(each["failed_weight"] for each in sums))
-        return RolloutBatch(groups, gather_metadata(parts, window=window), sums, together(failures))
+        return RolloutBatch(groups, gather_metadata(parts, window=window), sums, failed)
 
     def collected(self, rounds: Sequence[RolloutBatch]) -> CompleteRollouts:
         """All that a step has rolled out, with its metrics. Not collective."""
@@ -140,8 +144,8 @@ class Collector:
         metadata = gather_metadata([r.metadata for r in rounds], window=sum(r.metadata.window for r in rounds))
         rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
         held = {rows[group.prompt.id]: group for group in groups}
-        failures = together([each.failures for each in rounds])
-        metrics, notes = self._metrics(counts, failures, metadata), failures.tracebacks
+        failed = [score for each in rounds for score in each.failed]
+        metrics, notes = self._metrics(counts, failed, metadata), tracebacks(failed)
         if metrics["rollout/dropped_groups"]:
             notes += ("groups whose scoring failed left their step; the rest stands for the window",)
         return CompleteRollouts(held, metadata, metrics, notes)
@@ -162,7 +166,7 @@ class Collector:
         """Request completions of this rank's prompts (there may be none), for :meth:`answers`."""
         return self._engine.begin(prompts, sampling)
 
-    def answers(self, prompts: Sequence[Prompt], pending: Any, *, of_all: int) -> ScoredCompletions:
+    def answers(self, prompts: Sequence[Prompt], pending: Any, *, of_all: int) -> list[Group]:
         """Wait for the completions of this rank's prompts, and have them scored, and read, as they come. Collective.
 
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
@@ -185,63 +189,61 @@ class Collector:
             raise
         return self._read(self._world.together(lambda: scoring.finish(completions), what="scores"), reading)
 
-    def _read(self, answers: ScoredCompletions, begun: TeacherQuery | None = None) -> ScoredCompletions:
+    def _read(self, answers: list[Group], begun: TeacherQuery | None = None) -> list[Group]:
         """The answers as their teachers have read them; what has been ``begun`` of that is gone on with. Collective."""
         if self._teachers is None:
             return answers
-        reading = begun or TeacherQuery(self._teachers, answers.prompts)
-        return replace(answers, completions=reading.finish(answers.completions, self._world))
+        reading = begun or TeacherQuery(self._teachers, [group.prompt for group in answers])
+        read = reading.finish([group.completions for group in answers], self._world)
+        return [replace(group, completions=completions) for group, completions in zip(answers, read, strict=True)]
 
-    def _check_routing(self, answers: ScoredCompletions) -> None:
+    def _check_routing(self, answers: Sequence[Group]) -> None:
         """Only a conversation that puts its completion together by itself can leave it out."""
-        if any(completion.routing is None for group in answers.completions for completion in group):
+        if any(completion.routing is None for group in answers for completion in group.completions):
             rollout = self._config.rollout
             problem = "wants to know which experts made every token, and a completion came without"
             remedy = f"Have {rollout.conversation or rollout.engine} return its turns as client.generate returned them"
             raise UserError("loss.replay_routing", self._config.loss.replay_routing, problem, remedy)
 
-    def _check_forks(self, answers: ScoredCompletions) -> None:
+    def _check_forks(self, answers: Sequence[Group]) -> None:
         """Only an engine that does not know of trees leaves them out."""
         rollout = self._config.rollout
-        if any(len(completion.weights) != rollout.segments for group in answers.completions for completion in group):
+        if any(len(completion.weights) != rollout.segments for group in answers for completion in group.completions):
             levels = len(rollout.tree.branches)
             problem = f"has {levels} levels, and completions came from the engine {rollout.engine} that did not fork"
             remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"
             raise UserError("rollout.tree.branches", levels, problem, remedy)
 
-    def _check_roles(self, answers: ScoredCompletions) -> None:
+    def _check_roles(self, answers: Sequence[Group]) -> None:
         roles, function = self._config.rollout.roles, self._config.reward.spec
-        if any(completion.segments is None for group in answers.completions for completion in group):
+        if any(completion.segments is None for group in answers for completion in group.completions):
             problem = "want to know who said what, and a completion came without"
             raise UserError("rollout.roles", list(roles), problem, "Have the engine's conversations say it")
-        scores = (score for group in answers.scores for score in group if score is not None)
+        scores = (score for group in answers for score in group.scores)
         if unknown := next((role for score in scores for role in score.roles if role not in roles), None):
             problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
             raise UserError("reward.function", function, problem, "Call roles as they are called there")
 
     def _share(
-        self, answers: ScoredCompletions, inclusions: Floats
+        self, answers: Sequence[Group], inclusions: Floats
     ) -> tuple[list[Group], StepMetadata, dict[str, float]]:
         """This rank's groups, their metadata, and what is counted of them (see :class:`RolloutBatch`)."""
         rollout = self._config.rollout
         groups, inclusion, raw, correct, failed = [], [], 0.0, 0, []
         of_roles: list[Floats] = []
         numbers: list[list[Mapping[str, float]]] = []
-        every = zip(answers.prompts, inclusions, answers.completions, answers.scores, strict=True)
-        for prompt, pi, completions, scores in every:
-            known = [score for score in scores if score is not None]
-            if len(known) < len(scores):
+        for group, pi in zip(answers, inclusions, strict=True):
+            if any(score.failure for score in group.scores):
                 failed.append(pi)
                 continue
-            rewards = np.array([score.reward for score in known])
-            raw += rewards.sum()
-            correct += sum(score.correct for score in known)
-            numbers.append([score.metrics for score in known])
-            penalty = self._penalty(prompt, completions)
-            groups.append(Group(prompt, completions, rewards + penalty))
+            raw += group.rewards.sum()
+            correct += sum(score.correct for score in group.scores)
+            numbers.append([score.metrics for score in group.scores])
+            penalty = self._penalty(group.prompt, group.completions)
+            groups.append(replace(group, rewards=group.rewards + penalty))
             inclusion.append(pi)
             if rollout.roles:
-                by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in known]
+                by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in group.scores]
                 of_roles.append(np.array(by_role) + penalty[:, None])
         shape = rollout.samples_per_prompt, rollout.segments, self._world.rank
         metadata = metadata_of(groups, np.array(inclusion), *shape, self._config.loss.distillation, of_roles, numbers)
@@ -264,13 +266,14 @@ class Collector:
         return soft_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
     def _metrics(
-        self, counts: Sequence[Mapping[str, float]], failures: Failures, metadata: StepMetadata
+        self, counts: Sequence[Mapping[str, float]], failed: Sequence[Score], metadata: StepMetadata
     ) -> dict[str, float]:
         names = sorted({name for each in counts for name in each})
         total = {name: sum(each.get(name, 0.0) for each in counts) for name in names}
         lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
+        timeouts, errors = count_failures(failed)
         return {
             "rollout/raw_reward": total["raw_reward"] / count,
             "rollout/reward": float(metadata.rewards.sum()) / count,
@@ -285,15 +288,9 @@ class Collector:
             "rollout/dropped_groups": total["failed_groups"],
             **mean_role_rewards(metadata, self._config.rollout.roles),
             **{name: float(np.nanmean(values)) for name, values in metadata.parts.items()},
-            "reward/timeouts": float(failures.timeouts),
-            "reward/errors": float(failures.errors),
+            "reward/timeouts": float(timeouts),
+            "reward/errors": float(errors),
         }
-
-
-def _offline_answers(prompts: Sequence[Prompt], offline: Mapping[int, OfflineGroup]) -> ScoredCompletions:
-    groups = [offline[prompt.id] for prompt in prompts]
-    scores: list[list[Score | None]] = [list(group.scores) for group in groups]
-    return ScoredCompletions(prompts, [group.completions for group in groups], [], scores, Failures(0, 0, ()))
 
 
 def _window_left(window: int, parts: Sequence[StepMetadata], failed: float) -> float:

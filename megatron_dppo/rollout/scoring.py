@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,33 +12,10 @@ from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import ON_THE_CLOCK, RewardWorkers
+from megatron_dppo.rl.score import Score, count_failures, tracebacks
 from megatron_dppo.rl.sequences import spoken
-from megatron_dppo.rl.types import Completion, Prompt, Score
+from megatron_dppo.rl.types import Completion, Group, Prompt
 from megatron_dppo.rollout.engine import Completions
-
-
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """Scoring failures of one rank."""
-
-    timeouts: int
-    errors: int
-    tracebacks: tuple[str, ...]
-    """One for each kind of error that was never reported before."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredCompletions:
-    """One rank's completions with what the verifier said of them, of P prompts."""
-
-    prompts: Sequence[Prompt]
-    completions: Completions
-    """[P][G]"""
-    texts: list[list[str]]
-    """[P][G], special tokens left out; of offline rollouts none."""
-    scores: list[list[Score | None]]
-    """[P][G], None where scoring failed."""
-    failures: Failures
 
 
 class GroupScoring:
@@ -76,11 +52,14 @@ class GroupScoring:
             self._failure = error
             return False
 
-    def finish(self, completions: Completions) -> ScoredCompletions:
+    def finish(self, completions: Completions) -> list[Group]:
         """Score what is left.
 
         Args:
             completions: P, those included that were taken before.
+
+        Returns:
+            P groups, with the verifier's rewards.
 
         Raises:
             UserError: as :meth:`RewardWorkers.score`.
@@ -90,17 +69,12 @@ class GroupScoring:
         for place, group in enumerate(completions):
             if place not in self._texts:
                 self._add(place, group)
-        scored = self._scoring.finish()
-        given = iter(scored.scores)
-        scores = {place: [next(given) for _ in texts] for place, texts in self._texts.items()}
-        places = range(len(completions))
-        return ScoredCompletions(
-            self._prompts,
-            completions,
-            [self._texts[place] for place in places],
-            [scores[place] for place in places],
-            Failures(scored.timeouts, scored.errors, tuple(scored.tracebacks)),
-        )
+        given = iter(self._scoring.finish())
+        scores = {place: tuple(next(given) for _ in texts) for place, texts in self._texts.items()}
+        return [
+            scored_group(prompt, group, scores[place], self._texts[place])
+            for place, (prompt, group) in enumerate(zip(self._prompts, completions, strict=True))
+        ]
 
     def abandon(self) -> None:
         """The groups will not be complete: nobody needs their scores."""
@@ -125,22 +99,28 @@ class GroupScoring:
         self._scoring.add(items)
 
 
-def together(parts: Sequence[Failures]) -> Failures:
-    """Those of several ranks, or of several batches; each traceback once."""
-    texts = dict.fromkeys(text for part in parts for text in part.tracebacks)
-    return Failures(sum(part.timeouts for part in parts), sum(part.errors for part in parts), tuple(texts))
+def scored_group(
+    prompt: Prompt, completions: tuple[Completion, ...], scores: tuple[Score, ...], texts: Sequence[str] = ()
+) -> Group:
+    """A group whose rewards are the verifier's."""
+    return Group(prompt, completions, np.array([score.reward for score in scores]), scores, tuple(texts))
 
 
-def check_failures(reward: RewardConfig, parts: Sequence[Failures], total: int) -> None:
+def failed_scores(groups: Iterable[Group]) -> list[Score]:
+    """Those of the completions that could not be scored."""
+    return [score for group in groups for score in group.scores if score.failure]
+
+
+def check_failures(reward: RewardConfig, failed: Sequence[Score], total: int) -> None:
     """Stop the run if more of ``total`` completions could not be scored than ``reward.max_failures`` allows.
 
     Raises:
-        UserError: with the first traceback, where every rank passes the same ``parts``, on every rank.
+        UserError: with the first traceback, where every rank passes the same ``failed``, on every rank.
     """
-    timeouts, errors = sum(p.timeouts for p in parts), sum(p.errors for p in parts)
+    timeouts, errors = count_failures(failed)
     if timeouts + errors <= reward.max_failures * total:
         return
-    first = next((text for p in parts for text in p.tracebacks), "")
+    first = next(iter(tracebacks(failed)), "")
     limits = f"{reward.timeout_s:g} s of processor time or {ON_THE_CLOCK * reward.timeout_s:g} s on the clock"
     problem = (
         f"{timeouts + errors} of {total} completions could not be scored ({timeouts} took more than "

@@ -112,8 +112,8 @@ def test_each_tasks_verifier_scores_answers(tokenizer: Any, request: pytest.Fixt
     items = [ScoreItem(p.data_source, text.format(p.label), p.label, p.extra) for p in prompts for text in answers]
     scored = request.getfixturevalue("workers").score(items, most_failures=0)
     assert (scored.timeouts, scored.errors) == (0, 0)
-    assert [score.correct for score in scored.scores] == [True, True, False] * 12
-    assert all((score.reward == 1.0) if score.correct else (score.reward < 0.5) for score in scored.scores)
+    assert [score.correct for score in scored] == [True, True, False] * 12
+    assert all((score.reward == 1.0) if score.correct else (score.reward < 0.5) for score in scored)
 
 
 @pytest.mark.usefixtures("gym")

@@ -135,7 +135,7 @@ def test_problems_and_scores_are_the_environments(workers: RewardWorkers, tokeni
     for prompt, texts in zip((first, first, second), said, strict=True):
         scoring.add([ScoreItem.of(prompt, text, ()) for text in texts])
     found = scoring.finish()
-    rewards = [score and score.reward for score in found.scores]
+    rewards = [score.reward for score in found]
     shortest = [float(len(text) == 1) for text in said[0]]
     right = [1.0 + number, 0.0, 0.0]
     assert rewards[:3] == [a + 0.5 * b for a, b in zip(right, shortest, strict=True)]
@@ -204,7 +204,7 @@ def test_conversations_have_the_tokens_and_rewards_of_rollouts(workers: RewardWo
     assert sum(each.finish_reason == "length" for each in completions) == 4
     found = GroupScoring(workers, tokenizer, [prompt], most_failures=99).finish([tuple(completions)])
     # For the last guess, each guess, a conversation that is cut off, and the shortest of the group.
-    assert [score and score.reward for score in found.scores[0]] == [0.625, -0.5, 0.375, 0.375, 0.375, -0.75]
+    assert found[0].rewards.tolist() == [0.625, -0.5, 0.375, 0.375, 0.375, -0.75]
     first = completions[0]
     turns = ["play", "guess 5", "3", "more", "7", "less", "5"]
     roles = ["system", "user", *["assistant", "user"] * 2, "assistant"]

@@ -167,4 +167,4 @@ def test_gold_solutions_are_right_and_nonsense_is_wrong(name: str, short: Path, 
     gold = workers.score([ScoreItem(name, solved(question), question.label) for question in questions])
     none = workers.score([ScoreItem(name, "\\boxed{furiously}", question.label) for question in questions])
     for found, right in ((gold, True), (none, False)):
-        assert [score and score.correct for score in found.scores] == [right] * len(questions)
+        assert [score.correct for score in found] == [right] * len(questions)

@@ -122,10 +122,10 @@ def test_failures_are_limited_in_a_whole_evaluation_not_a_batch(tokenizer: Token
     config = collect_config(max_failures=0.2)
     evaluator, _ = build_evaluator(tokenizer, answers, world_of(1, 0), config, {FAILING: ScriptedWorkers()})
     problems = [EvalProblem("", i, prompt, FAILING) for i, prompt in enumerate(pool_of(6))]
-    first, second, third = (evaluator.answer(problems[i : i + 2], keep=0, of_all=6).failures for i in (0, 2, 4))
-    evaluator.check_failures([first, second], 6)
+    first, second, third = (evaluator.answer(problems[i : i + 2], keep=0, of_all=6).failed for i in (0, 2, 4))
+    evaluator.check_failures([*first, *second], 6)
     with pytest.raises(UserError, match="2 of 6 completions"):
-        evaluator.check_failures([first, second, third], 6)
+        evaluator.check_failures([*first, *second, *third], 6)
 
 
 def test_an_evaluation_has_its_own_limits_and_sampling(tokenizer: Tokenizer) -> None:

@@ -10,7 +10,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rewards.adapters import GroupScoresError, NotScoredError, ScoreItem
 from megatron_dppo.rewards.functions import resolve, to_score
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.types import Score
+from megatron_dppo.rl.score import Score
 
 THEIRS = """
 import asyncio
@@ -193,7 +193,7 @@ def test_functions_get_the_columns_of_their_row(file: Path, name: str) -> None:
     scored = pool.score([item] * 3)
     pool.close()
     metrics = {"mean": 0.5} if name == "trl" else {}
-    assert scored.scores == [Score(2.0, True, metrics=metrics)] * 3, scored.tracebacks
+    assert scored == [Score(2.0, True, metrics=metrics)] * 3
 
 
 def test_group_function_returns_one_score_for_each_completion(file: Path) -> None:

@@ -18,12 +18,12 @@ from megatron_dppo.rewards.functions import (
     check_columns,
     check_labels,
     exact_score,
+    read_score,
     resolve,
     role_rewards,
     to_score,
-    to_verdict,
 )
-from megatron_dppo.rl.types import Score
+from megatron_dppo.rl.score import Score
 from megatron_dppo.settings import load_config
 from tests.rewards.math.test_completion import THOUGHTS
 
@@ -134,8 +134,8 @@ def test_roles_of_a_conversation_have_rewards_of_their_own() -> None:
     ],
 )
 def test_math_returns_answer_and_equivalences(solution: str, label: object, expected: object) -> None:
-    _, *verdict = to_verdict(resolve("math")(ScoreItem("", solution, label)))
-    assert tuple(verdict[:3]) == expected
+    found = read_score(resolve("math")(ScoreItem("", solution, label)))
+    assert (found.correct, found.answer, found.by) == expected
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def score(spec: str, *solutions: str, **extra: object) -> list[Score]:
     items = [ScoreItem("here", solution, "7", extra) for solution in solutions]
     scorer = resolve(spec)
     returned = scorer(items) if isinstance(scorer, GroupScorer) else map(scorer, items)
-    return [Score(*to_verdict(each)) for each in returned]
+    return [read_score(each) for each in returned]
 
 
 def test_reward_is_the_weighted_sum_and_the_first_function_judges(file: Path) -> None:

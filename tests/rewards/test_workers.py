@@ -19,8 +19,8 @@ import pytest
 from megatron_dppo.errors import UserError
 from megatron_dppo.rewards import workers as workers_module
 from megatron_dppo.rewards.adapters import ScoreItem
-from megatron_dppo.rewards.workers import RewardWorkers, Scored
-from megatron_dppo.rl.types import Score
+from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.score import Score, count_failures, tracebacks
 from megatron_dppo.settings import load_config
 from tests.rewards.math.test_completion import OPENED, THOUGHTS
 from tests.waiting import is_alive, wait_until
@@ -104,11 +104,11 @@ def write_items(*solutions: str, label: str = "7") -> list[ScoreItem]:
             for n, text in enumerate(solutions)]  # fmt: skip
 
 
-def read_rewards(scored: Scored) -> list[float | None]:
-    return [score and score.reward for score in scored.scores]
+def read_rewards(scores: list[Score]) -> list[float | None]:
+    return [None if score.failure else score.reward for score in scores]
 
 
-def score(spec: str, *solutions: str, **settings: Any) -> Scored:
+def score(spec: str, *solutions: str, **settings: Any) -> list[Score]:
     """Score completions with workers of their own, by default one."""
     with closing(RewardWorkers(spec, **{"workers": 1, "timeout_s": 20.0, **settings})) as pool:
         pool.wait_ready()
@@ -118,7 +118,7 @@ def score(spec: str, *solutions: str, **settings: Any) -> Scored:
 def test_scores_keep_the_order_of_completions() -> None:
     scored = score(FAILING, *(f"score {n}" for n in range(100)), workers=2)
     assert read_rewards(scored) == list(range(100))
-    assert (scored.timeouts, scored.errors, scored.tracebacks) == (0, 0, [])
+    assert (count_failures(scored), tracebacks(scored)) == ((0, 0), ())
 
 
 def test_abandoned_completions_leave_no_trace(workers: RewardWorkers) -> None:
@@ -131,8 +131,8 @@ def test_abandoned_completions_leave_no_trace(workers: RewardWorkers) -> None:
 
 
 def test_functions_get_all_fields_in_a_process_of_one_thread(workers: RewardWorkers) -> None:
-    assert workers.score([ScoreItem("here", "echo", "40", {"add": 2})]).scores == [Score(42.0, True)]
-    assert workers.score([]).scores == []
+    assert workers.score([ScoreItem("here", "echo", "40", {"add": 2})]) == [Score(42.0, True)]
+    assert workers.score([]) == []
     assert read_rewards(workers.score(write_items("modules", "threads"))) == [0.0, 1.0]
 
 
@@ -155,7 +155,7 @@ def test_hanging_function_costs_its_completion_only(
     monkeypatch.setattr(workers_module, "ON_THE_CLOCK", on_the_clock)
     scored = score(FAILING, "score 1", how, *["score 2"] * 14, timeout_s=LIMIT_S)  # four to a chunk
     assert read_rewards(scored) == [1.0, None, *[2.0] * 14]
-    assert (scored.timeouts, scored.errors) == (1, 0)
+    assert count_failures(scored) == (1, 0)
 
 
 def test_limits_hold_for_each_completion_on_a_busy_machine() -> None:
@@ -175,13 +175,13 @@ def test_limits_hold_for_each_completion_on_a_busy_machine() -> None:
         scored = pool.score(write_items(*["busy 0.1"] * 4, *["sleep 0.6"] * 4, "spin", *["score 1"] * 23))
         held.join()
     assert read_rewards(scored) == [1.0] * 4 + [0.5] * 4 + [None] + [1.0] * 23
-    assert (scored.timeouts, scored.errors) == (1, 0)
+    assert count_failures(scored) == (1, 0)
 
 
 def test_forked_children_of_a_function_answer_nothing(workers: RewardWorkers) -> None:
     scored = workers.score(write_items("fork", "score 2", "fork-raise", "score 3", "fork"))
     assert read_rewards(scored) == [1.0, 2.0, 1.0, 3.0, 1.0]
-    assert (scored.timeouts, scored.errors) == (0, 0), scored.tracebacks
+    assert count_failures(scored) == (0, 0), tracebacks(scored)
 
 
 TRAINER = """
@@ -233,14 +233,14 @@ def read_pids(folder: Path) -> list[int]:
 def test_function_past_its_memory_costs_its_completion_only() -> None:
     scored = score(FAILING, "allocate 100", "allocate 1000", "allocate 100", memory_mib=256)
     assert read_rewards(scored) == [1.0, None, 1.0]
-    assert (scored.timeouts, scored.errors) == (0, 1) and "MemoryError" in scored.tracebacks[0]
+    assert count_failures(scored) == (0, 1) and "MemoryError" in tracebacks(scored)[0]
 
 
 def test_errors_are_counted_each_and_shown_once(fresh_workers: RewardWorkers) -> None:
     failing = ["raise one", "raise two", "elsewhere", "score nan", "exit", "segfault"]
     scored = fresh_workers.score(write_items("score 1", *failing, "score 2"))
     assert read_rewards(scored) == [1.0, *[None] * len(failing), 2.0]
-    assert (scored.timeouts, scored.errors) == (0, 6)
+    assert count_failures(scored) == (0, 6)
     expected = {
         1: "ValueError: one",
         3: "AssertionError: elsewhere",
@@ -248,23 +248,23 @@ def test_errors_are_counted_each_and_shown_once(fresh_workers: RewardWorkers) ->
         5: "SystemExit: 3",
         6: "SIGSEGV",
     }
-    for text, (row, words) in zip(scored.tracebacks, expected.items(), strict=True):
+    for text, (row, words) in zip(tracebacks(scored), expected.items(), strict=True):
         assert words in text and text.startswith(f"reward.function = {FAILING}, for row {row}: "), text
-    assert "rewards_that_fail.py" in scored.tracebacks[0]
+    assert "rewards_that_fail.py" in tracebacks(scored)[0]
     again = fresh_workers.score(write_items("raise three", "score nan"))
-    assert (again.errors, again.tracebacks) == (2, [])
+    assert (count_failures(again), tracebacks(again)) == ((0, 2), ())
 
 
 def test_killed_workers_are_replaced(workers: RewardWorkers, tmp_path: Path) -> None:
     """One killed at work for the first time loses no completion. Slurm's signal that time is short kills none."""
     scored = workers.score(write_items(f"killed-once {tmp_path / 'mark'}", "score 2"))
-    assert read_rewards(scored) == [1.0, 2.0] and scored.errors == 0
+    assert read_rewards(scored) == [1.0, 2.0] and count_failures(scored)[1] == 0
     (pid,) = read_rewards(workers.score(write_items("pid")))
     os.kill(int(pid or 0), signal.SIGUSR1)
     assert read_rewards(workers.score(write_items("pid"))) == [pid]
     os.kill(int(pid or 0), signal.SIGKILL)
     scored = workers.score(write_items("pid"))
-    assert scored.errors == 0 and read_rewards(scored) not in ([pid], [None])
+    assert count_failures(scored)[1] == 0 and read_rewards(scored) not in ([pid], [None])
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def groups(tmp_path: Path) -> Path:
     return path
 
 
-def score_groups(spec: str, *groups: list[str], workers: int = 1) -> Scored:
+def score_groups(spec: str, *groups: list[str], workers: int = 1) -> list[Score]:
     with closing(RewardWorkers(spec, workers=workers, timeout_s=LIMIT_S)) as pool:
         scoring = pool.begin(most_failures=99)
         for group in groups:
@@ -312,13 +312,13 @@ def score_groups(spec: str, *groups: list[str], workers: int = 1) -> Scored:
 def test_group_function_gets_the_completions_of_one_prompt(groups: Path) -> None:
     """Of the right answers the shortest is worth something; the second group's is longer than all of the first."""
     scored = score_groups(f"{groups}:group_rm", ["it is 7", "7", "8"], ["it is 7!", "it is 8"], ["8"], workers=2)
-    assert read_rewards(scored) == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0] and scored.errors == 0, scored.tracebacks
+    assert read_rewards(scored) == [0.0, 1.0, 0.0, 1.0, 0.0, 0.0] and count_failures(scored)[1] == 0, tracebacks(scored)
 
 
 def test_failing_group_function_fails_for_the_whole_group(groups: Path) -> None:
     scored = score_groups(f"{groups}:one_too_few", ["a", "b", "c"], ["a", "b", "c"])
-    assert (scored.scores, scored.errors, scored.timeouts) == ([None] * 6, 6, 0)
-    (text,) = scored.tracebacks
+    assert (read_rewards(scored), count_failures(scored)) == ([None] * 6, (0, 6))
+    (text,) = tracebacks(scored)
     assert "returned 2 scores for a group of 3 completions" in text and "for row 0" in text
 
 
@@ -326,7 +326,7 @@ def test_group_has_the_time_of_all_its_completions(groups: Path) -> None:
     """Twice the limit of one completion, for groups of four and of one."""
     scored = score_groups(f"{groups}:slow", ["0.6", "b", "c", "d"], ["0.6"], ["0"])
     assert read_rewards(scored) == [1.0] * 4 + [None, 1.0]
-    assert (scored.timeouts, scored.errors) == (1, 0)
+    assert count_failures(scored) == (1, 0)
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_awaited_completions_are_open_together_and_scored_in_order(
     with closing(RewardWorkers(spec, workers=workers, timeout_s=20.0, concurrency=concurrency)) as pool:
         pool.wait_ready()
         scored = pool.score(write_items(*map(str, range(16))))
-        assert read_rewards(scored) == list(range(16)), scored.tracebacks
+        assert read_rewards(scored) == list(range(16)), tracebacks(scored)
         if name == "compute_score":
             assert read_rewards(pool.score(write_items("most"))) == [at_once]
             assert len(set(read_rewards(pool.score(write_items(*["pid"] * 16))))) == workers, "the work is spread"
@@ -376,7 +376,7 @@ def test_awaited_completion_past_its_time_is_cancelled(
         before = read_rewards(pool.score(write_items("pid")))
         scored = pool.score(write_items("1", "hang", "2", "stubborn", "hang", "3"))
         assert read_rewards(scored) == [1.0, None, 2.0, None, None, 3.0]
-        assert (scored.timeouts, scored.errors) == (3, 0)
+        assert count_failures(scored) == (3, 0)
         assert read_rewards(pool.score(write_items("pid"))) == before, "the others' process goes on"
     assert (tmp_path / "marks").read_text() == "hang\n" * 3
 
@@ -391,9 +391,9 @@ def test_failing_awaited_completions_are_named_and_cost_no_other(awaited: Callab
     }
     scored = score(awaited(), *failing, *map(str, range(5, 11)))
     assert read_rewards(scored) == [None] * 5 + [*range(5, 11)]
-    assert (scored.timeouts, scored.errors) == (0, 5)
+    assert count_failures(scored) == (0, 5)
     for row, words in enumerate(failing.values()):
-        assert any(words in text and f"for row {row}:" in text for text in scored.tracebacks), scored.tracebacks
+        assert any(words in text and f"for row {row}:" in text for text in tracebacks(scored)), tracebacks(scored)
 
 
 @pytest.mark.parametrize(("how", "on_the_clock"), [("spin", 100), ("block", 4)])
@@ -405,7 +405,7 @@ def test_awaited_completion_that_blocks_the_loop_costs_no_other(
     monkeypatch.setattr(workers_module, "END_LIMIT_S", 0.5)
     scored = score(awaited(), "1", "2", how, "3", timeout_s=LIMIT_S)
     assert read_rewards(scored) == [1.0, 2.0, None, 3.0]
-    assert (scored.timeouts, scored.errors) == (1, 0)
+    assert count_failures(scored) == (1, 0)
 
 
 def test_past_most_failures_awaited_completions_are_left(awaited: Callable[..., str]) -> None:
@@ -413,5 +413,6 @@ def test_past_most_failures_awaited_completions_are_left(awaited: Callable[..., 
         pool.wait_ready()
         busy = pool._workers[0].process
         scored = pool.score(write_items("hang", "hang", "raise", "hang"), most_failures=0)
-        assert scored.errors == 1 and "for row 2" in scored.tracebacks[0] and scored.scores == [None] * 4
+        assert (count_failures(scored), read_rewards(scored)) == ((0, 1), [None] * 4)
+        assert "for row 2" in tracebacks(scored)[0]
         assert busy.poll() is not None, "nothing hangs any more"

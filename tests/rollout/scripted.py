@@ -17,8 +17,8 @@ from megatron_dppo.data.prompts import PromptPool, SourcePool
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
-from megatron_dppo.rewards.workers import Scored
-from megatron_dppo.rl.types import Completion, Prompt, Score, VersionSpan
+from megatron_dppo.rl.score import Score, count_failures
+from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling
 from megatron_dppo.settings import load_config
 
@@ -117,8 +117,8 @@ class ScriptedWorkers:
     def abandon(self) -> None:
         pass
 
-    def finish(self) -> Scored:
-        scored = Scored([None] * len(self._items))
+    def finish(self) -> list[Score]:
+        scores, told = [Score.failed("unscored")] * len(self._items), set()
         for number, item in enumerate(self._items):
             match item.solution.split():
                 case ["score", reward, *named]:
@@ -126,15 +126,15 @@ class ScriptedWorkers:
                     metrics = {name: value for name, value in values.items() if name[0] != "="}
                     roles = {name[1:]: value for name, value in values.items() if name[0] == "="}
                     right = float(reward) >= 1.0
-                    scored.scores[number] = Score(float(reward), right, roles=roles, metrics=metrics)
+                    scores[number] = Score(float(reward), right, roles=roles, metrics=metrics)
                 case ["sleep"]:
-                    scored.timeouts += 1
+                    scores[number] = Score.failed("timeout")
                 case _:
-                    scored.errors += 1
-                    scored.tracebacks += [] if item.solution in scored.tracebacks else [item.solution]
-            if scored.timeouts + scored.errors > self._most_failures:
+                    scores[number] = Score.failed("error", "" if item.solution in told else item.solution)
+                    told.add(item.solution)
+            if sum(count_failures(scores)) > self._most_failures:
                 break
-        return scored
+        return scores
 
 
 class Meeting:

@@ -275,9 +275,10 @@ def test_ranks_share_the_work_and_know_the_same(tokenizer: Tokenizer) -> None:
         known = result.metadata
         assert result.metrics == pytest.approx(alone.metrics)
         assert result.notes == alone.notes
-        for field in set(StepMetadata.__slots__) - {"owners", "segments"}:
+        for field in set(StepMetadata.__slots__) - {"owners", "segments", "parts"}:
             np.testing.assert_allclose(getattr(known, field), getattr(alone.metadata, field), rtol=1e-12)
         np.testing.assert_array_equal(known.segments, alone.metadata.segments)
+        np.testing.assert_equal(known.parts, alone.metadata.parts)
         held = {row: group.prompt.id for row, group in result.held.items()}
         assert held == {row: int(known.prompt_ids[row]) for row in np.flatnonzero(known.owners == rank)}
         assert held, "both hold something"

@@ -36,8 +36,8 @@ def test_scores_keep_the_order_of_prompts(workers: RewardWorkers, tokenizer: Tok
         scoring.look([(place, groups[place])])
     wait_until(lambda: not scoring.look([]))
     found = scoring.finish(groups)
-    assert found.texts == [[f"score {2 * i}", "echo"] for i in range(4)]
-    assert [[score and score.reward for score in scores] for scores in found.scores] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [group.texts for group in found] == [(f"score {2 * i}", "echo") for i in range(4)]
+    assert [group.rewards.tolist() for group in found] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_functions_get_the_tokens_of_the_engine(tokenizer: Tokenizer) -> None:
@@ -60,7 +60,7 @@ def test_thinking_tags_that_are_special_tokens_are_kept(tmp_path: Path) -> None:
     workers.thinking_tags = ("[T]", "[/T]")
     cut = replace(whole, token_ids=whole.token_ids[:3])
     found = GroupScoring(workers, tokenizer, prompts_of(1), most_failures=2).finish([(whole, cut)])
-    assert found.texts == [["[T]#2[/T]#3", "[T]#2"]]
+    assert found[0].texts == ("[T]#2[/T]#3", "[T]#2")
 
 
 def test_failure_of_a_look_is_raised_at_the_end(tokenizer: Tokenizer) -> None:

@@ -19,7 +19,8 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.offline import OfflineGroup
 from megatron_dppo.data.tokenizer import end_token_id, load_tokenizer
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.types import Completion, Group, Prompt, Score, Selection
+from megatron_dppo.rl.score import Score
+from megatron_dppo.rl.types import Completion, Group, Prompt, Selection
 from megatron_dppo.rollout import teachers
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.step_rollouts import StepRollouts

@@ -178,7 +178,7 @@ HOSTILE = [
 def test_hostile_answers_are_wrong_within_their_time(workers: RewardWorkers) -> None:
     for label in ("5", r"\frac{\sqrt{3} x}{2} + 1"):
         scored = workers.score([ScoreItem("", text, label) for text in HOSTILE])
-        verdicts = zip(HOSTILE, scored.scores, strict=True)
+        verdicts = zip(HOSTILE, scored, strict=True)
         assert not [text[:60] for text, score in verdicts if score is None or score.reward != 0.0]
     (scorer,) = psutil.Process(workers._workers[0].process.pid).children()
     assert scorer.memory_info().rss < 512 * MEBIBYTE
