@@ -196,9 +196,8 @@ def full_gradient(world: World, config: Config) -> torch.Tensor:
     nothing = {"prompts": PromptPruningConfig(rule="none"), "completions": CompletionPruningConfig(rule="none")}
     unpruned = cfg.replace(with_rules(config, **nothing), loss=cfg.replace(config.loss, updates_per_rollout=1))
     (whole,) = plan(metadata, unpruned, **LAYOUT).minibatches
-    samples = whole
-    left = np.where(world.truncated[samples.group, samples.completion], 0.0, samples.scale)
-    return gradient(world, config, metadata, replace(whole, samples=replace(samples, scale=left)))
+    left = np.where(world.truncated[whole.group, whole.completion], 0.0, whole.scale)
+    return gradient(world, config, metadata, replace(whole, scale=left))
 
 
 def relative_error(world: World, config: Config) -> float:
