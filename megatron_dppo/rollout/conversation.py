@@ -26,11 +26,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,16 +57,24 @@ Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
 several, or a completion that it has put together itself."""
 
 
+TurnFunction: TypeAlias = "Callable[[Client, list[int], Sampling], Awaitable[Completion]]"
+"""An engine's continuation of a client's context."""
+AGAIN_S = 0.3
+"""Seconds until a conversation that was given up, or a turn that a paused server aborted, is requested again."""
+
+
 class TryAgainError(Exception):
     """Raised by a conversation that came to nothing, for example because a tool is down: its prompt is asked again."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Client(ABC):
-    """Client of one conversation, with the run's sampling. An engine's subclass generates the turns."""
+class Client:
+    """Client of one conversation, with the run's sampling."""
 
-    through: ClassVar[type[Exception]] = TryAgainError
-    """The engine's error, which :meth:`ConversationFunction.have` raises as it is."""
+    turn: TurnFunction
+    """The engine's."""
+    failure: type[Exception] = TryAgainError
+    """The engine's error, which :meth:`ConversationFunction.have` raises unchanged."""
     function: ConversationFunction
     """The function that has the conversation."""
     prompt: Prompt
@@ -106,13 +113,10 @@ class Client(ABC):
         left = len(self.prompt.token_ids) + self.max_tokens - len(context)
         limit = left if max_tokens is None else min(left, max_tokens)
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *map(int, stop_token_ids))))
-        turn = await self.turn(context, limit, stops) if limit > 0 else joined([])
+        sampling = replace(self.sampling, samples=1, max_tokens=limit, stop_token_ids=stops)
+        turn = await self.turn(self, context, sampling) if limit > 0 else joined([])
         self.generated.append((context, turn))
         return turn
-
-    @abstractmethod
-    async def turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
-        """The engine's continuation of ``context``: at most ``limit`` tokens, up to one of ``stops``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +142,14 @@ class ConversationFunction:
         Raises:
             TryAgainError: the function gave it up.
             UserError: the function raised, or returned what cannot be trained on.
-            Exception: ``client.through``.
+            Exception: ``client.failure``.
         """
         prompt = client.prompt
         own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
         try:
             returned = await self.function(client, own)
             return completed(returned, prompt, client.generated, client.max_tokens, self.roles, self.vocabulary)
-        except (TryAgainError, UserError, client.through):
+        except (TryAgainError, UserError, client.failure):
             raise
         except UnusableError as error:
             raise UserError(self.setting, self.spec, f"for prompt {prompt.id} it {error}", self.remedy) from None

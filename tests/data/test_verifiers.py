@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import Client
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
+from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.scoring import GroupScoring
 from megatron_dppo.settings import load_config
 from tests.policies import write_policy
@@ -169,17 +171,13 @@ def test_an_unusable_environment_is_refused(changes: dict[str, Any], words: str)
     assert words in str(error)
 
 
-@dataclasses.dataclass(kw_only=True, eq=False, slots=True)
-class ScriptedClient(Client):
-    """Says a text in each turn, within the room that is left, and ends the turn."""
-
-    texts: list[str]
-
-    async def turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
-        ids = [*self.tokenizer.encode(self.texts.pop(0)), self.tokenizer.eos_token_id]
-        said, count = np.array(ids[:limit], np.int32), min(len(ids), limit)
-        parts = -said.astype(np.float32), np.ones(count, bool), (VersionSpan(1, count),)
-        return Completion(said, *parts, "stop" if count == len(ids) else "length")
+async def say(texts: list[str], client: Client, context: list[int], sampling: Sampling) -> Completion:
+    """Say the next text, within the room that is left, and end the turn."""
+    ids = [*client.tokenizer.encode(texts.pop(0)), client.tokenizer.eos_token_id]
+    said = np.array(ids[: sampling.max_tokens], np.int32)
+    count = len(said)
+    parts = -said.astype(np.float32), np.ones(count, bool), (VersionSpan(1, count),)
+    return Completion(said, *parts, "stop" if count == len(ids) else "length")
 
 
 def converse(config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit: int = 200) -> Completion:
@@ -187,7 +185,8 @@ def converse(config: Config, tokenizer: Any, prompt: Prompt, *texts: str, limit:
     assert function is not None
     function = dataclasses.replace(function, tokenizer=tokenizer, vocabulary=len(tokenizer))
     sampling = sampling_of(samples=1, max_tokens=limit)
-    client = ScriptedClient(function=function, prompt=prompt, sampling=sampling, number=0, texts=list(texts))
+    turn = partial(say, list(texts))
+    client = Client(function=function, prompt=prompt, sampling=sampling, number=0, turn=turn)
     return asyncio.run(function.have(client))
 
 

@@ -9,21 +9,18 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
-from megatron_dppo.rollout.conversation import Client, ConversationFunction, TryAgainError, joined
+from megatron_dppo.rollout.conversation import AGAIN_S, Client, ConversationFunction, TryAgainError, joined
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
-
-AGAIN_S = 0.3
-"""Before a server that aborted a turn, perhaps because it is paused, is asked to go on with it."""
 
 ReadVersions = Callable[[Sequence[tuple[str, int]]], list[VersionSpan]]
 """A run's own versions, from those that a server tells. It raises :class:`ServerError` where the step must not use
@@ -39,38 +36,6 @@ def completion_of(result: GenerateResult, versions: Sequence[VersionSpan]) -> Co
     sampled = np.ones(len(result.token_ids), bool)
     reason: Literal["stop", "length"] = "stop" if result.reason == "stop" else "length"
     return Completion(result.token_ids, result.logprobs, sampled, tuple(versions), reason, result.routing)
-
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class ConversationClient(Client):
-    """See :class:`Client`. ``turn`` is for the conversations' thread."""
-
-    through = ServerError
-    server: ServerClient
-    """The server that has the conversation."""
-    spans: ReadVersions
-    timeout_s: float
-    """How long one request may take."""
-
-    async def turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
-        return await asyncio.wrap_future(self.server.http.start(self._turn(context, limit, stops)))
-
-    async def _turn(self, context: list[int], limit: int, stops: tuple[int, ...]) -> Completion:
-        """One turn; what the server aborts, it is asked to go on with."""
-        parts: list[Completion] = []
-        made: list[int] = []
-        while len(made) < limit:
-            place = (self.prompt.id, self.number, len(self.generated), len(made))
-            seed, left = self.sampling.seed_at(*place), limit - len(made)
-            sampling = replace(self.sampling, samples=1, max_tokens=left, stop_token_ids=stops, seed=seed)
-            answer = self.server.generate([*context, *made], sampling, timeout_s=self.timeout_s)
-            (result,) = await readable(self.server.url, answer)
-            parts.append(completion_of(result, self.spans(result.versions)))
-            made += result.token_ids.tolist()
-            if result.reason != "abort":
-                break
-            await asyncio.sleep(AGAIN_S)
-        return joined(parts)
 
 
 class Conversations:
@@ -107,26 +72,44 @@ class Conversations:
             ConversationError: the function gave one of them up, or took too long.
             UserError: the function raised, cancelled others' tasks, or returned what cannot be trained on.
         """
-        client = partial(ConversationClient, function=self._function, prompt=prompt, sampling=sampling, server=server)
-        client = partial(client, spans=read_versions, timeout_s=self._timeout_s)
-        clients = [client(number=number) for number in range(sampling.samples)]
-        future = self._thread.start(run_all(self._one(client) for client in clients))
+        problem = f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no completion in the end"
+
+        def turn(*request: Any) -> Awaitable[Completion]:
+            """In the conversations' thread."""
+            return asyncio.wrap_future(server.http.start(self._turn(server, read_versions, *request)))
+
+        client = partial(Client, function=self._function, prompt=prompt, sampling=sampling, turn=turn)
+        clients = [client(number=number, failure=ServerError) for number in range(sampling.samples)]
+        future = self._thread.start(run_all(map(self._function.have, clients)))
         self._begun[prompt.id] = time.monotonic()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._timeout_s)
+        except TryAgainError as error:
+            problem = f"was given up by {self._function.spec}: {error}"
         except TimeoutError:
-            problem = f"was spoken to by {self._function.spec} for {self._timeout_s:g} s, with no completion in the end"
-            raise ConversationError(server.url, problem, alive=True) from None
+            pass
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the run cancelled the conversations
             raise self._function.interference() from None
         finally:
             self._begun.pop(prompt.id, None)
+        raise ConversationError(server.url, problem, alive=True)
 
-    async def _one(self, client: ConversationClient) -> Completion:
-        try:
-            return await self._function.have(client)
-        except TryAgainError as error:
-            problem = f"was given up by {self._function.spec}: {error}"
-            raise ConversationError(client.server.url, problem, alive=True) from None
+    async def _turn(
+        self, server: ServerClient, read_versions: ReadVersions, client: Client, context: list[int], sampling: Sampling
+    ) -> Completion:
+        """Request one turn. A turn that the server aborts is resumed there."""
+        parts: list[Completion] = []
+        made: list[int] = []
+        while len(made) < sampling.max_tokens:
+            seed = sampling.seed_at(client.prompt.id, client.number, len(client.generated), len(made))
+            rest = replace(sampling, max_tokens=sampling.max_tokens - len(made), seed=seed)
+            answer = server.generate([*context, *made], rest, timeout_s=self._timeout_s)
+            (result,) = await readable(server.url, answer)
+            parts.append(completion_of(result, read_versions(result.versions)))
+            made += result.token_ids.tolist()
+            if result.reason != "abort":
+                break
+            await asyncio.sleep(AGAIN_S)
+        return joined(parts)
