@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,22 +34,8 @@ from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
 from megatron_dppo.rollout.tree import unique_tokens
 
-
-@dataclass(frozen=True, slots=True)
-class RolloutBatch:
-    """The rollouts of one selection, seen from one rank. A step has several where prompts that are of no use are
-    replaced."""
-
-    groups: Sequence[Group]
-    """Groups of this rank."""
-    metadata: StepMetadata
-    """Metadata of all ranks."""
-    counts: Sequence[Mapping[str, float]]
-    """Sums over the groups of each rank. ``negative_logprob`` is −Σ log p over all sampled tokens, which estimates
-    their entropy without bias; ``unique_tokens`` counts tokens that completions of a tree share once; ``failed_weight``
-    is Σ 1/π over the prompts whose scoring failed."""
-    failed: Sequence[Score]
-    """Scores of the completions of all ranks that could not be scored."""
+COUNTS = ("rollout/dropped_groups", "reward/timeouts", "reward/errors")
+"""Metrics that add up over the rounds of a step."""
 
 
 class Collector:
@@ -106,7 +91,7 @@ class Collector:
             rollouts.partial, rollouts.prompts, rollouts.pending = so_far, None, None
         return progress is not None
 
-    def finish(self, rollouts: StepRollouts) -> RolloutBatch:
+    def finish(self, rollouts: StepRollouts) -> CompleteRollouts:
         """Wait for what was requested, and score it. Collective.
 
         Raises:
@@ -120,35 +105,28 @@ class Collector:
             answers = self._read([scored_group(prompt, of.completions, of.scores) for prompt, of in held])
         else:
             answers = self.answers(rollouts.prompts, rollouts.pending, of_all=total)
-        if rollout.conversation or rollout.engine_function:  # others make one sequence
-            completions = [group.completions for group in answers]
-            look = partial(check_sequences, self._config, rollouts.prompts, completions)
-            self._world.together(look, what="look at the rollouts' sequences")
-        if self._routing is not None:
-            self._world.together(lambda: self._check_routing(answers), what="look at the rollouts' routing")
-        if self._config.rollout.tree.branches:
-            self._world.together(lambda: self._check_forks(answers), what="look at where the rollouts fork")
-        if self._config.rollout.roles:
-            self._world.together(lambda: self._check_roles(answers), what="look at the roles' rewards")
-        groups, metadata, counts = self._share(answers, selection.inclusion[self._mine(selection)])
-        parts, sums, failures = zip(*self._world.gather((metadata, counts, failed_scores(answers))), strict=True)
+        self._world.together(lambda: self._check(answers), what="look at the rollouts")
+        part, groups = self._share(answers, selection.inclusion[self._mine(selection)])
+        parts, failures = zip(*self._world.gather((part, failed_scores(answers))), strict=True)
         failed = [score for of_rank in failures for score in of_rank]
         check_failures(self._config.reward, failed, total)
-        window = _window_left(selection.window, parts, sum(each["failed_weight"] for each in sums))
-        return RolloutBatch(groups, gather_metadata(parts, window=window), sums, failed)
+        metadata = gather_metadata(parts, window=_window_left(selection, parts))
+        dropped = len(selection.prompt_ids) - len(metadata.prompt_ids)
+        timeouts, errors = map(float, count_failures(failed))
+        counts = dict(zip(COUNTS, (float(dropped), timeouts, errors), strict=True))
+        notes = ("groups whose scoring failed left their step; the rest stands for the window",) if dropped else ()
+        metrics = self._metrics(metadata) | counts
+        return CompleteRollouts(_by_row(metadata, groups), metadata, metrics, tracebacks(failed) + notes)
 
-    def collected(self, rounds: Sequence[RolloutBatch]) -> CompleteRollouts:
-        """All that a step has rolled out, with its metrics. Not collective."""
-        groups = [group for each in rounds for group in each.groups]
-        counts = [count for each in rounds for count in each.counts]
+    def collected(self, rounds: Sequence[CompleteRollouts]) -> CompleteRollouts:
+        """All that a step has rolled out, in one round or several. Not collective."""
+        if len(rounds) == 1:
+            return rounds[0]
         metadata = gather_metadata([r.metadata for r in rounds], window=sum(r.metadata.window for r in rounds))
-        rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
-        held = {rows[group.prompt.id]: group for group in groups}
-        failed = [score for each in rounds for score in each.failed]
-        metrics, notes = self._metrics(counts, failed, metadata), tracebacks(failed)
-        if metrics["rollout/dropped_groups"]:
-            notes += ("groups whose scoring failed left their step; the rest stands for the window",)
-        return CompleteRollouts(held, metadata, metrics, notes)
+        groups = [group for each in rounds for group in each.held.values()]
+        counts = {name: sum(each.metrics[name] for each in rounds) for name in COUNTS}
+        notes = dict.fromkeys(note for each in rounds for note in each.notes)
+        return CompleteRollouts(_by_row(metadata, groups), metadata, self._metrics(metadata) | counts, tuple(notes))
 
     def close(self) -> None:
         """Let go of the servers that teach. Not collective."""
@@ -197,6 +175,22 @@ class Collector:
         read = reading.finish([group.completions for group in answers], self._world)
         return [replace(group, completions=completions) for group, completions in zip(answers, read, strict=True)]
 
+    def _check(self, answers: Sequence[Group]) -> None:
+        """
+        Raises:
+            UserError: a completion is not what the settings ask for.
+        """
+        rollout = self._config.rollout
+        if rollout.conversation or rollout.engine_function:  # others make one sequence
+            prompts, completions = [group.prompt for group in answers], [group.completions for group in answers]
+            check_sequences(self._config, prompts, completions)
+        if self._routing is not None:
+            self._check_routing(answers)
+        if rollout.tree.branches:
+            self._check_forks(answers)
+        if rollout.roles:
+            self._check_roles(answers)
+
     def _check_routing(self, answers: Sequence[Group]) -> None:
         """Only a conversation that puts its completion together by itself can leave it out."""
         if any(completion.routing is None for group in answers for completion in group.completions):
@@ -224,39 +218,25 @@ class Collector:
             problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
             raise UserError("reward.function", function, problem, "Call roles as they are called there")
 
-    def _share(
-        self, answers: Sequence[Group], inclusions: Floats
-    ) -> tuple[list[Group], StepMetadata, dict[str, float]]:
-        """This rank's groups, their metadata, and what is counted of them (see :class:`RolloutBatch`)."""
-        rollout = self._config.rollout
-        groups, inclusion, raw, correct, failed = [], [], 0.0, 0, []
-        of_roles: list[Floats] = []
+    def _share(self, answers: Sequence[Group], inclusions: Floats) -> tuple[StepMetadata, list[Group]]:
+        """The groups of this rank whose scoring did not fail, with penalties, and their metadata."""
+        rollout, groups, inclusion = self._config.rollout, [], []
         numbers: list[list[Mapping[str, float]]] = []
+        of_roles: list[Floats] = []
         for group, pi in zip(answers, inclusions, strict=True):
             if any(score.failure for score in group.scores):
-                failed.append(pi)
                 continue
-            raw += group.rewards.sum()
-            correct += sum(score.correct for score in group.scores)
-            numbers.append([score.metrics for score in group.scores])
             penalty = self._penalty(group.prompt, group.completions)
+            unique = [unique_tokens(group.completions, rollout.tree.branches)] + [0] * (len(group.completions) - 1)
+            numbers.append([_numbers(*each) for each in zip(group.completions, group.scores, unique, strict=True)])
             groups.append(replace(group, rewards=group.rewards + penalty))
             inclusion.append(pi)
             if rollout.roles:
                 by_role = [[score.roles.get(role, score.reward) for role in rollout.roles] for score in group.scores]
                 of_roles.append(np.array(by_role) + penalty[:, None])
         shape = rollout.samples_per_prompt, rollout.segments, self._world.rank
-        metadata = metadata_of(groups, np.array(inclusion), *shape, self._config.loss.distillation, of_roles, numbers)
-        logprobs = (c.logprobs[c.loss_mask] for g in groups for c in g.completions)
-        counts = {
-            "raw_reward": raw,
-            "negative_logprob": -float(sum(each.sum(dtype=np.float64) for each in logprobs)),
-            "unique_tokens": sum(unique_tokens(group.completions, rollout.tree.branches) for group in groups),
-            "correct": correct,
-            "failed_weight": sum(1.0 / pi for pi in failed),
-            "failed_groups": len(failed),
-        }
-        return groups, metadata, {name: float(value) for name, value in counts.items()}
+        distillation = self._config.loss.distillation
+        return metadata_of(groups, np.array(inclusion), *shape, distillation, of_roles, numbers), groups
 
     def _penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
         limit, buffer = self._config.rollout.max_response_tokens, self._config.reward.overlong_buffer
@@ -265,41 +245,53 @@ class Collector:
         lengths = [longest_response(len(prompt.token_ids), completion) for completion in completions]
         return soft_overlong_penalty(lengths, limit=limit, buffer=buffer)
 
-    def _metrics(
-        self, counts: Sequence[Mapping[str, float]], failed: Sequence[Score], metadata: StepMetadata
-    ) -> dict[str, float]:
-        names = sorted({name for each in counts for name in each})
-        total = {name: sum(each.get(name, 0.0) for each in counts) for name in names}
+    def _metrics(self, metadata: StepMetadata) -> dict[str, float]:
         lengths, groups = metadata.response_lengths, len(metadata.prompt_ids)
         sampled = float(metadata.sampled_lengths.sum())
         count = max(lengths.size, 1)
-        timeouts, errors = count_failures(failed)
+        sums = {name: float(np.nansum(values)) for name, values in metadata.parts.items()}
+        means = {name: total / max(int((~np.isnan(metadata.parts[name])).sum()), 1) for name, total in sums.items()}
         return {
-            "rollout/raw_reward": total["raw_reward"] / count,
+            **dict.fromkeys(("rollout/raw_reward", "rollout/accuracy"), 0.0),
+            **means,
             "rollout/reward": float(metadata.rewards.sum()) / count,
-            "rollout/accuracy": total["correct"] / count,
             "rollout/response_len/mean": float(lengths.sum()) / count,
             "rollout/response_len/max": float(lengths.max(initial=0)),
             "rollout/truncated_ratio": float(metadata.truncated.sum()) / count,
             "rollout/zero_std/ratio": (groups - len(mixed(metadata))) / max(groups, 1),
             "rollout/generated_tokens": sampled,
-            "rollout/unique_tokens": total["unique_tokens"],
-            "rollout/entropy": total["negative_logprob"] / max(sampled, 1.0),
-            "rollout/dropped_groups": total["failed_groups"],
+            "rollout/unique_tokens": sums.get("rollout/unique_tokens", 0.0),
+            "rollout/entropy": sums.get("rollout/entropy", 0.0) / max(sampled, 1.0),
             **mean_role_rewards(metadata, self._config.rollout.roles),
-            **{name: float(np.nanmean(values)) for name, values in metadata.parts.items()},
-            "reward/timeouts": float(timeouts),
-            "reward/errors": float(errors),
         }
 
 
-def _window_left(window: int, parts: Sequence[StepMetadata], failed: float) -> float:
+def _numbers(completion: Completion, score: Score, unique: int) -> dict[str, float]:
+    """The ``parts`` of a completion's metadata.
+
+    ``rollout/entropy`` is −Σ log p over the sampled tokens, which estimates their entropy without bias. Of
+    ``rollout/unique_tokens``, which completions of a tree share, the first has all.
+    """
+    return {
+        **{f"reward/{name}": value for name, value in score.metrics.items()},
+        "rollout/raw_reward": score.reward,
+        "rollout/accuracy": float(score.correct),
+        "rollout/entropy": -float(completion.logprobs[completion.loss_mask].sum(dtype=np.float64)),
+        "rollout/unique_tokens": float(unique),
+    }
+
+
+def _by_row(metadata: StepMetadata, groups: Sequence[Group]) -> dict[int, Group]:
+    rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
+    return {rows[group.prompt.id]: group for group in groups}
+
+
+def _window_left(selection: Selection, parts: Sequence[StepMetadata]) -> float:
     """N without the prompts whose scoring failed: the share of the window that the others stand for, by their 1/π.
-    ``failed`` is the sum of 1/π over the prompts that failed.
 
     A ratio, not N less what failed: 1/π of the kept sums to N in expectation only, and the difference could reach zero.
     """
-    if failed == 0.0:
-        return float(window)
+    if sum(len(part.prompt_ids) for part in parts) == len(selection.prompt_ids):
+        return float(selection.window)
     left = sum(float((1.0 / part.prompt_inclusion).sum()) for part in parts)
-    return window * left / (left + failed)
+    return selection.window * left / float((1.0 / selection.inclusion).sum())

@@ -36,7 +36,7 @@ def metadata_of(
         owner: the rank.
         distillation: says who teaches which of them.
         role_rewards: Q of [G, S], the rewards of the roles in each conversation; empty: there are no roles.
-        numbers: Q of G, what the reward function returned besides for each completion; empty: nothing.
+        numbers: Q of G, the ``parts`` of each completion; empty: there are none.
     """
     shape = (len(groups), samples)
 
@@ -74,7 +74,7 @@ def metadata_of(
         owners=np.full(len(groups), owner, np.int64),
         window=0.0,
         parts={
-            f"reward/{name}": np.array([[of.get(name, np.nan) for of in group] for group in numbers], np.float64)
+            name: np.array([[of.get(name, np.nan) for of in group] for group in numbers], np.float64)
             for name in sorted({name for group in numbers for of in group for name in of})
         },
     )
