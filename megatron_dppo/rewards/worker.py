@@ -6,9 +6,8 @@ function leaves behind, in whatever sessions, and ends them with the scoring: wh
 (SIGTERM), and when the trainer has died. It ends as the scoring ended.
 
 Messages out are ("ready", whether the function takes groups, whether completions are awaited together), ("refused",
-UserError), ("error", unit, kind, text), ("timeout", unit) and ("scores", unit, [Score, …]). A
-message in is a list of (unit, pickled items). A unit is the range of one completion's number, or of those of a group;
-an item is a :class:`ScoreItem`.
+UserError) and (unit, [Score, …], kind), kind telling errors apart. A message in is a list of (unit, pickled items). A
+unit is the range of one completion's number, or of those of a group; an item is a :class:`ScoreItem`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,6 +33,7 @@ from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
 from megatron_dppo.process.streams import outlive_readers
 from megatron_dppo.rewards.adapters import AsyncScorer, GroupScorer, ScoreItem, Scorer
 from megatron_dppo.rewards.functions import InvalidScoreError, read_score, resolve
+from megatron_dppo.rl.score import Score
 
 MEBIBYTE = 2**20
 
@@ -146,30 +146,19 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
             return
         for unit, items in chunk:
             # Each is unpickled by itself: what a function does to a row's objects does not reach the next completion.
-            answer = _score(function, unit, [pickle.loads(item) for item in items], limits.timeout_s)
+            scores, kind = _score(function, [pickle.loads(item) for item in items], limits.timeout_s)
             if os.getpid() != scorer:  # the function has forked, and this is the child, which came back, too
                 os._exit(0)
-            pipe.send(answer)
+            pipe.send((unit, scores, kind))
 
 
-Answer = tuple[object, ...]
-"""Scores of a unit, or why there are none: a message out."""
-
-
-def scored(unit: range, returned: Iterable[object]) -> Answer:
-    """The answer for what a function returned for each completion of a unit.
-
-    Raises:
-        InvalidScoreError: one is no number to train on.
-    """
-    return "scores", unit, [read_score(each) for each in returned]
-
-
-def failed(unit: range, items: Sequence[ScoreItem], error: BaseException) -> Answer:
-    """The answer for a unit whose scoring raised ``error``."""
+def failed(items: Sequence[ScoreItem], error: BaseException) -> tuple[list[Score], str]:
+    """Scores of completions whose scoring raised ``error``, and its kind."""
     if isinstance(error, InvalidScoreError):
-        return "error", unit, error.kind, f"{error}\nfor the completion {items[0].solution!r:.300}"
-    return "error", unit, _kind(error), "".join(traceback.format_exception(error))
+        kind, text = error.kind, f"{error}\nfor the completion {items[0].solution!r:.300}"
+    else:
+        kind, text = _kind(error), "".join(traceback.format_exception(error))
+    return [Score.failed("error", text)] * len(items), kind
 
 
 def _kind(error: BaseException) -> str:
@@ -178,7 +167,7 @@ def _kind(error: BaseException) -> str:
     return " ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)])
 
 
-def _score(function: Scorer | GroupScorer, unit: range, items: Sequence[ScoreItem], timeout_s: float) -> Answer:
+def _score(function: Scorer | GroupScorer, items: Sequence[ScoreItem], timeout_s: float) -> tuple[list[Score], str]:
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         limit_s = timeout_s * len(items)
@@ -187,9 +176,9 @@ def _score(function: Scorer | GroupScorer, unit: range, items: Sequence[ScoreIte
             returned = function(items) if isinstance(function, GroupScorer) else [function(items[0])]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-        return scored(unit, returned)
+        return [read_score(each) for each in returned], ""
     except BaseException as error:  # a function that calls sys.exit has failed like any other
-        return failed(unit, items, error)
+        return failed(items, error)
 
 
 def _score_together(function: AsyncScorer, pipe: Connection, timeout_s: float, clock_s: float) -> None:
@@ -233,17 +222,16 @@ async def _score_awaited(
     function: AsyncScorer, pipe: Connection, unit: range, item: ScoreItem, limits: tuple[float, float]
 ) -> None:
     scorer, (timeout_s, clock_s) = os.getpid(), limits
-    answer: Answer
     try:
         async with asyncio.timeout(clock_s) as limit:
             returned = await _Metered(function.begin(item), timeout_s)
-        answer = scored(unit, [returned])
+        scores, kind = [read_score(returned)], ""
     except BaseException as error:  # a function that calls sys.exit, or cancels itself, has failed like any other
-        answer = failed(unit, [item], error)
+        scores, kind = failed([item], error)
     if os.getpid() != scorer:  # the function has forked, and this is the child, which came back, too
         os._exit(0)
     with contextlib.suppress(OSError):  # the trainer has ended
-        pipe.send(("timeout", unit) if limit.expired() else answer)
+        pipe.send((unit, [Score.failed("timeout")] if limit.expired() else scores, kind))
 
 
 class _Metered:

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 from megatron_dppo.config import RewardConfig
 from megatron_dppo.errors import UserError
@@ -319,32 +318,28 @@ class Scoring:
                 return
             self._record(worker, *answer)
 
-    def _record(self, worker: _Worker, kind: str, unit: range, *said: Any) -> None:
+    def _record(self, worker: _Worker, unit: range, scores: list[Score], kind: str) -> None:
         worker.pending.remove(unit)
         self._set_deadline(worker)
-        if kind == "scores":
-            self._scores[unit.start : unit.stop] = said[0]
-        elif kind == "timeout":
-            self._give_up(unit, Score.failed("timeout"))
-        else:
-            self._fail(unit, *said)
+        self._note(unit, scores, kind)
 
-    def _fail(self, unit: range, kind: str, text: str) -> None:
-        place, known = self._items[unit.start].place, kind in self._owner._reported
-        self._owner._reported.add(kind)
-        of = f", for {place}" if place else ""
-        told = "" if known else f"reward.function = {self._owner._spec}{of}: {text}"
-        self._give_up(unit, Score.failed("error", told))
-
-    def _give_up(self, unit: range, failed: Score) -> None:
-        self._failures += len(unit)
-        self._scores[unit.start : unit.stop] = [failed] * len(unit)
+    def _note(self, unit: range, scores: list[Score], kind: str = "") -> None:
+        if scores[0].failure == "error":
+            place, told = self._items[unit.start].place, ""
+            if kind not in self._owner._reported:
+                of = f", for {place}" if place else ""
+                told = f"reward.function = {self._owner._spec}{of}: {scores[0].traceback}"
+            self._owner._reported.add(kind)
+            scores = [Score.failed("error", told)] * len(unit)
+        self._failures += sum(score.failure is not None for score in scores)
+        self._scores[unit.start : unit.stop] = scores
 
     def _time_out(self, worker: _Worker) -> None:
         if worker.awaits and len(worker.pending) > 1:  # any of them may be what hangs
             self._lost_once.update(unit.start for unit in worker.pending)
         else:
-            self._give_up(worker.pending.popleft(), Score.failed("timeout"))
+            unit = worker.pending.popleft()
+            self._note(unit, [Score.failed("timeout")] * len(unit))
         self._put_back(worker)
 
     def _replace_dead(self, worker: _Worker) -> None:
@@ -355,7 +350,8 @@ class Scoring:
         unit, end = worker.pending[0], _how_it_ended(code)
         if unit.start in self._lost_once:
             solution = self._items[worker.pending.popleft().start].solution
-            self._fail(unit, end, f"the scoring process {end}, scoring the completion {solution!r:.300}")
+            told = f"the scoring process {end}, scoring the completion {solution!r:.300}"
+            self._note(unit, [Score.failed("error", told)] * len(unit), end)
         # One death may have another cause, such as the kernel's need of memory; the second is the completion's own.
         self._lost_once.add(unit.start)
         self._put_back(worker)

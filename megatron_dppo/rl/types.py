@@ -216,8 +216,8 @@ class StepMetadata:
     window: float
     """N, without the share of the groups that left because their scoring failed."""
     parts: Mapping[str, Floats] = field(default_factory=dict)
-    """[Q, G] by the name of a metric: ``reward/NAME``, what the reward function returned besides its score, NaN where it
-    returned none; ``rollout/…``, see ``rollout/collect.py``."""
+    """[Q, G] by the name of a metric: ``reward/NAME``, what the reward function returned besides its score, NaN where
+    it returned none; ``rollout/…``, see ``rollout/collect.py``."""
 
     @property
     def tokens(self) -> Ints:
