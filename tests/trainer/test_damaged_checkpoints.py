@@ -148,7 +148,8 @@ def plant_in_common(place: Path, payload: Payload) -> None:
 def plant_in_shards(place: Path, payload: Payload, *, kind: str) -> None:
     """Append the payload to a file of shards, and point the index there."""
     metadata = read_metadata(place)
-    index = next(index for index in metadata.storage_data if kind in index.fqn)
+    # The optimizer's keys contain those of weights, and the order of writing differs from run to run.
+    index = min((index for index in metadata.storage_data if kind in index.fqn), key=lambda index: len(index.fqn))
     where, data = metadata.storage_data[index], saved(payload)
     file = place / where.relative_path
     metadata.storage_data[index] = dataclasses.replace(where, offset=file.stat().st_size, length=len(data))
