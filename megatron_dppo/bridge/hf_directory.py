@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.bridge.chunks import TYPE_NAMES, FilePlan, write_at
+from megatron_dppo.bridge.chunks import TYPE_NAMES, FilePlan, writing
 from megatron_dppo.bridge.mapping import adapter_entries, exact_tensors, file_shape, file_tensors
 from megatron_dppo.bridge.safetensors_files import (
     CARRIED,
     INDEX,
     SINGLE,
+    Chunk,
     carried_tensors,
-    lay_out,
     read_header,
     split_chunk,
 )
@@ -53,9 +55,9 @@ def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MA
     plan: FilePlan[str] = FilePlan(dtype)
     for number, held in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
-        head, places = lay_out(Path(file), held)
-        plan.frames[file] = [(0, head)]
-        for name, place in places.items():
+        one = plan_file(file, dtype, held)
+        plan.frames.update(one.frames)
+        for name, place in one.places.items():
             plan.places.update(split_chunk(place, stored[name]))
     return plan
 
@@ -63,8 +65,28 @@ def plan_files(shape: PolicyShape, dtype: torch.dtype, max_shard_bytes: int = MA
 def plan_adapter_file(shape: PolicyShape, lora: LoraConfig, dtype: torch.dtype) -> FilePlan[str]:
     """Adapters in the order of the forward pass, in the one file that PEFT looks for."""
     sizes = {name: size for entry in adapter_entries(shape, lora) for name, size in entry.tensors.items()}
-    head, places = lay_out(Path(ADAPTER_WEIGHTS), {name: (TYPE_NAMES[dtype], size) for name, size in sizes.items()})
-    return FilePlan(dtype, places, {ADAPTER_WEIGHTS: [(0, head)]})
+    return plan_file(ADAPTER_WEIGHTS, dtype, {name: (TYPE_NAMES[dtype], size) for name, size in sizes.items()})
+
+
+def plan_file(file: str, dtype: torch.dtype, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> FilePlan[str]:
+    """A safetensors file with these tensors, one after another.
+
+    Args:
+        tensors: types and shapes by name.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    plan: FilePlan[str] = FilePlan(dtype)
+    end = 0
+    for name, (kind, shape) in tensors.items():
+        plan.places[name] = place = Chunk(Path(file), end, kind, shape)
+        end += place.length
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [place.start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    plan.frames[file] = [(0, head := len(text).to_bytes(8, "little") + text)]
+    for name, place in plan.places.items():
+        plan.places[name] = replace(place, start=len(head) + place.start)
+    return plan
 
 
 def write_index(folder: Path, plan: FilePlan[str]) -> None:
@@ -123,12 +145,10 @@ def copy_config_and_tokenizer(source: Path, folder: Path, dtype: torch.dtype) ->
             part["dtype"] = str(dtype).removeprefix("torch.")
     write_json(folder / "config.json", config)
     if carried := carried_tensors(source, shape):
-        head, places = lay_out(folder / CARRIED, {name: (each.dtype, each.shape) for name, each in carried.items()})
-        with (folder / CARRIED).open("wb", buffering=0) as file:
-            write_at(file.fileno(), 0, [head])
+        plan = plan_file(CARRIED, dtype, {name: (each.dtype, each.shape) for name, each in carried.items()})
+        with writing(plan, folder) as write:
             for name, each in carried.items():
-                data = np.memmap(each.file, np.uint8, "r", each.start, (each.length,))
-                write_at(file.fileno(), places[name].start, [memoryview(data)])
+                write(name, [memoryview(np.memmap(each.file, np.uint8, "r", each.start, (each.length,)))])
 
 
 def list_stops(folder: Path) -> None:

@@ -67,17 +67,15 @@ def bind(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.Tenso
         ValueError: if an entry or a parameter of the model is left over, or one has another shape than the mapping
             says. A fault of the program, not of the user: the model was not built for this shape and layout.
     """
-    parameters = {name: p for name, p in _counted_over_all(chunks, world) if f".{NAME}." not in name}
-    bound = _bind(chunks, entries(chunks[0].shape, _layers(chunks, world)), parameters, world)
-    return {entry: parameter.detach() for entry, parameter in bound.items()}
+    wanted = entries(chunks[0].shape, _layers(chunks, world))
+    return {entry: parameter.detach() for entry, parameter in _bind(chunks, world, wanted, adapters=False).items()}
 
 
 def bind_adapters(chunks: Sequence[PolicyModel], world: World) -> dict[Entry, torch.nn.Parameter]:
     """The same for the policy's adapters: the parameters themselves. Empty where it has none."""
     lora = chunks[0].lora
-    parameters = {name: p for name, p in _counted_over_all(chunks, world) if f".{NAME}." in name}
     wanted = adapter_entries(chunks[0].shape, lora, _layers(chunks, world))
-    return _bind(chunks, wanted, parameters, world) if lora.rank else {}
+    return _bind(chunks, world, wanted, adapters=True) if lora.rank else {}
 
 
 def _layers(chunks: Sequence[PolicyModel], world: World) -> list[range]:
@@ -85,11 +83,9 @@ def _layers(chunks: Sequence[PolicyModel], world: World) -> list[range]:
 
 
 def _bind(
-    chunks: Sequence[PolicyModel],
-    wanted: Iterable[Entry],
-    parameters: Mapping[str, torch.nn.Parameter],
-    world: World,
+    chunks: Sequence[PolicyModel], world: World, wanted: Iterable[Entry], *, adapters: bool
 ) -> dict[Entry, torch.nn.Parameter]:
+    parameters = {name: p for name, p in _counted_over_all(chunks, world) if (f".{NAME}." in name) is adapters}
     held = [entry for entry in wanted if entry.expert is None or entry.expert_rank(world.layout.ep) == world.ep_rank]
     names = {next((name for name in entry.megatron if name in parameters), entry.key): entry for entry in held}
     expected = {name: entry.shard_shape(entry.parts(world.layout)) for name, entry in names.items()}

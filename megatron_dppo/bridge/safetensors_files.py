@@ -184,27 +184,6 @@ def split_chunk(whole: Chunk, parts: Mapping[str, tuple[int, ...]]) -> dict[str,
     return found
 
 
-def lay_out(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Chunk]]:
-    """Plan a file with these tensors, one after another.
-
-    Args:
-        tensors: types and shapes by name.
-
-    Returns:
-        The file's first bytes, and the place of each tensor behind these.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    chunks, end = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        chunks[name] = chunk = Chunk(file, end, dtype, shape)
-        end += chunk.length
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [chunk.start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: replace(chunk, start=len(head) + chunk.start) for name, chunk in chunks.items()}
-
-
 def carried_tensors(path: Path, shape: PolicyShape) -> dict[str, Chunk]:
     """Tensors of a directory that are no part of the policy, and stay beside it: a vision tower, heads for further
     tokens. The directory may have no weights but these.
