@@ -72,13 +72,23 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         ValueError: the samples need more than ``capacity`` tokens.
     """
     sequences = [np.concatenate([sample.prompt_ids, sample.response_ids]) for sample in samples]
-    layout = _Layout.of([len(tokens) for tokens in sequences], [sample.shared for sample in samples], capacity, align)
+    lengths, shared = [len(tokens) for tokens in sequences], [sample.shared for sample in samples]
+    segments = prefix_tree(lengths, shared) if samples else []
+    parents, first, begins, ends = np.array(segments, np.int64).reshape(-1, 4).T
+    sizes = -(-(ends - begins) // align) * align
+    if (used := int(sizes.sum())) > capacity:
+        raise ValueError(f"samples of {used} tokens do not fit into a pack of {capacity}")
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    places = _slots(shared, lengths, zip(first, begins, ends, starts[:-1].tolist(), strict=True))
+    longest, tokens = int((begins + sizes).max(initial=0)), ends - begins
+    if used < capacity:  # one more segment, of padding
+        starts, begins, parents = np.append(starts, capacity), np.append(begins, 0), np.append(parents, -1)
+        sizes, tokens = (np.append(some, capacity - used) for some in (sizes, tokens))
 
     token_ids = np.full(capacity, pad_id, dtype=np.int64)
-    for tokens, slots in zip(sequences, layout.slots, strict=True):
-        token_ids[slots] = tokens
-    filling = token_ids[: layout.used] if layout.used else np.arange(pad_id + 1)
-    token_ids[layout.used :] = np.resize(filling, capacity - layout.used)
+    for sequence, slots in zip(sequences, places, strict=True):
+        token_ids[slots] = sequence
+    token_ids[used:] = np.resize(token_ids[:used] if used else np.arange(pad_id + 1), capacity - used)
     sampled = [np.flatnonzero(sample.loss_mask) for sample in samples]
     responses = [len(sample.prompt_ids) + steps for sample, steps in zip(samples, sampled, strict=True)]
     owner = np.repeat(np.arange(len(samples)), [len(steps) for steps in sampled])
@@ -86,10 +96,10 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
     of_teachers = [sample.teacher_logprobs for sample in samples]
     return Pack(
         token_ids=token_ids,
-        position_ids=layout.positions,
-        cu_seqlens=layout.starts.astype(np.int32),
-        max_seqlen=layout.longest,
-        predictors=_joined(slots[at - 1] for slots, at in zip(layout.slots, responses, strict=True)),
+        position_ids=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),
+        cu_seqlens=starts.astype(np.int32),
+        max_seqlen=longest,
+        predictors=_joined(slots[at - 1] for slots, at in zip(places, responses, strict=True)),
         targets=_joined(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
         sample=owner,
         advantage=np.concatenate([np.zeros(0), *(a[at] for a, at in zip(advantages, sampled, strict=True))]),
@@ -97,9 +107,9 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         engine_logprobs=_of_targets([sample.engine_logprobs for sample in samples], sampled),
         teacher_logprobs=_of_targets(of_teachers, sampled) if any(of is not None for of in of_teachers) else None,
         versions=np.array([sample.version for sample in samples], dtype=np.int64)[owner],
-        parents=layout.parents,
-        tokens=layout.tokens,
-        routing=_routing([sample.routing for sample in samples], layout.slots, capacity),
+        parents=parents if (parents >= 0).any() else None,
+        tokens=tokens if (parents >= 0).any() else None,
+        routing=_routing([sample.routing for sample in samples], places, capacity),
     )
 
 
@@ -112,49 +122,20 @@ def path_to(pack: Pack, place: int) -> Ints:
     return np.concatenate(stretches)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where the tokens of a pack's samples are."""
+def _slots(shared: Sequence[int], lengths: Sequence[int], segments: Iterable[tuple[int, int, int, int]]) -> list[Ints]:
+    """For each sample the place of each of its tokens in the pack, [n].
 
-    slots: list[Ints]
-    """For each sample the place of each of its tokens, [n]."""
-    starts: Ints
-    """[S + 1], of segments."""
-    positions: Ints
-    """[T]"""
-    longest: int
-    parents: Ints | None
-    tokens: Ints | None
-    used: int
-    """Tokens before the padding at the end."""
-
-    @classmethod
-    def of(cls, lengths: list[int], shared: list[int], capacity: int, align: int) -> _Layout:
-        segments = prefix_tree(lengths, shared) if lengths else []
-        parents, first, begins, ends = np.array(segments, np.int64).reshape(-1, 4).T
-        sizes = -(-(ends - begins) // align) * align
-        used = int(sizes.sum())
-        if used > capacity:
-            raise ValueError(f"samples of {used} tokens do not fit into a pack of {capacity}")
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        slots = [np.empty(length, np.int64) for length in lengths]
-        for start, sample, begin, end in zip(starts.tolist(), first, begins, ends, strict=False):
-            slots[sample][begin:end] = start + np.arange(end - begin)
-        for k, common in enumerate(shared):
-            slots[k][:common] = slots[k - 1][:common]
-        tokens = ends - begins
-        if used < capacity:
-            starts, begins, parents = np.append(starts, capacity), np.append(begins, 0), np.append(parents, -1)
-            sizes, tokens = (np.append(some, capacity - used) for some in (sizes, tokens))
-        return cls(
-            slots=slots,
-            starts=starts,
-            positions=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),
-            longest=int((begins + sizes).max(initial=0)),
-            parents=parents if (parents >= 0).any() else None,
-            tokens=tokens if (parents >= 0).any() else None,
-            used=used,
-        )
+    Args:
+        shared: tokens that each sample has in common with the one before it.
+        lengths: tokens of each sample.
+        segments: the first sample of each, its first and last token there, and its place in the pack.
+    """
+    slots = [np.empty(length, np.int64) for length in lengths]
+    for sample, begin, end, start in segments:
+        slots[sample][begin:end] = start + np.arange(end - begin)
+    for k, common in enumerate(shared):
+        slots[k][:common] = slots[k - 1][:common]
+    return slots
 
 
 def _of_targets(of_samples: Sequence[NDArray[np.float32] | None], sampled: Sequence[Ints]) -> NDArray[np.float32]:
