@@ -161,8 +161,3 @@ class RolloutEngine(Protocol[Pending]):
     def close(self) -> None:
         """End what the engine has started. Not collective, and it may be called twice."""
         ...
-
-
-def generate(engine: RolloutEngine[Pending], prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
-    """Ask and wait. Collective."""
-    return engine.finish(engine.begin(prompts, sampling))

@@ -22,13 +22,19 @@ from megatron_dppo.models.policy import PolicyModel, build_policy, packed_sequen
 from megatron_dppo.models.policy_head import HeadOutput
 from megatron_dppo.models.shape import read_shape
 from megatron_dppo.parallel.world import World, initialize
-from megatron_dppo.rollout.engine import generate
 from megatron_dppo.rollout.local import LocalEngine
 from tests.bridge.conversions import policy_tensors, same, to_hf, to_megatron, weights
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.policies import trains, write_family, write_policy
 from tests.ranks import RankPool
-from tests.rollout.local import assert_logprobs_of_a_plain_forward, make_prompts, sampling_of, source_of, tokens_of
+from tests.rollout.local import (
+    assert_logprobs_of_a_plain_forward,
+    generate,
+    make_prompts,
+    sampling_of,
+    source_of,
+    tokens_of,
+)
 from tests.small_runs import live, rows, small_run, write_run
 from tests.steps import size_of
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.decoder import Decoder
-from megatron_dppo.rollout.engine import Bucket, Sampling, WeightSource
+from megatron_dppo.rollout.engine import Bucket, Completions, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.local import LocalEngine
 from tests import policies
 from tests.bridge.conversions import policy_tensors
@@ -22,6 +22,11 @@ from tests.bridge.conversions import policy_tensors
 VOCABULARY = 40
 STOP = (3, 7)
 Groups = Sequence[Sequence[Completion]]
+
+
+def generate(engine: RolloutEngine[Any], prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
+    """Request completions and wait for them. Collective."""
+    return engine.finish(engine.begin(prompts, sampling))
 
 
 def make_policy(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> Qwen3ForCausalLM:

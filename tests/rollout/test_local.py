@@ -17,12 +17,13 @@ from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.types import VersionSpan
 from megatron_dppo.rollout import decoding
 from megatron_dppo.rollout.decoding import LEAST_COMMON
-from megatron_dppo.rollout.engine import Bucket, generate
+from megatron_dppo.rollout.engine import Bucket
 from megatron_dppo.rollout.local import LocalEngine
 from tests.policies import write_family
 from tests.rollout.local import (
     assert_logprobs_of_a_plain_forward,
     bits_of,
+    generate,
     load_engine,
     make_engine,
     make_policy,

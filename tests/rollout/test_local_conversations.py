@@ -20,13 +20,13 @@ from transformers import Qwen3ForCausalLM
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.types import Prompt, VersionSpan
 from megatron_dppo.rollout.conversation import Client, ConversationFunction, TryAgainError, Turn
-from megatron_dppo.rollout.engine import generate
 from megatron_dppo.rollout.local import LocalEngine
 from megatron_dppo.rollout.local_conversations import LocalConversations
 from tests.rollout.local import (
     STOP,
     assert_logprobs_of_a_plain_forward,
     bits_of,
+    generate,
     make_engine,
     make_policy,
     make_prompts,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_dppo.config import BranchConfig
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout import decoding
-from megatron_dppo.rollout.engine import Sampling, generate
+from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.tree import fork_positions, leaves_below, unique_tokens
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.rollout.local import (
@@ -24,6 +24,7 @@ from tests.rollout.local import (
     VOCABULARY,
     assert_logprobs_of_a_plain_forward,
     forks_of,
+    generate,
     load_engine,
     make_engine,
     make_policy,

@@ -20,13 +20,14 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import TrainingSample, build_pack
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.engine import Bucket, Sampling, generate
+from megatron_dppo.rollout.engine import Bucket, Sampling
 from megatron_dppo.rollout.servers.engine import ServerEngine
 from megatron_dppo.rollout.servers.launch import SECRET
 from megatron_dppo.rollout.servers.sglang import SglangClient
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.agreement import check_agreement
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
+from tests.rollout.local import generate
 
 PROMPTS, SAMPLES, TOKENS = 24, 4, 64
 LONG = 256

@@ -61,7 +61,7 @@ def sample_lengths(server: RealServer, http: Http, settings: Sequence[str]) -> l
 
     async def sample() -> list[int]:
         pool = load_prompts(config.data, load_tokenizer(config.model.path), split="train")
-        requests = [(p.token_ids.tolist(), Sampling(4, LONGEST, 1.0, STOPS, seed=1000 + p.id)) for p in pool]
+        requests = [(p.token_ids.tolist(), Sampling(4, LONGEST, 1.0, tuple(STOPS), seed=1000 + p.id)) for p in pool]
         groups = await asyncio.gather(*(server.api.generate(*each, timeout_s=120.0) for each in requests))
         return [len(result.token_ids) for group in groups for result in group]
 

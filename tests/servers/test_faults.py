@@ -155,4 +155,5 @@ def test_servers_behind_a_router_serve(
     settings = settings_of(tmp_path, served_policy, "rollout.engine=sglang", f"rollout.servers=[{router}]")
     secret = servers[0].secret
     pool = ServerPool(load_config(None, settings), http, architecture="Qwen3ForCausalLM", secret=secret, say=print)
-    assert {server.url for server in http.run(pool.open())} == {server.api.url for server in servers}
+    http.run(pool.open())
+    assert {server.url for server in pool.servers} == {server.api.url for server in servers}
