@@ -25,7 +25,7 @@ from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.parallel.world import World, initialize
 from megatron_dppo.rl.pack import LEAST_SHARED
 from megatron_dppo.rl.plan import plan_step
-from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, Prompt, StepMetadata, StepPlan
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.trainer.assemble import PolicyParts, assemble_policy
 from megatron_dppo.trainer.learner import Learner
@@ -88,7 +88,7 @@ def draw_completion(rng: np.random.Generator, length: int, sample: int) -> Compl
         rng.integers(3, VOCAB, length).astype(np.int32),
         rng.normal(-3.0, 1.0, length).astype(np.float32),
         sampled,
-        (VersionSpan(0, int(length)),),
+        np.full(int(length), 0, np.int32),
         "stop",
     )
 
@@ -142,7 +142,7 @@ def in_sequences(prompt: Prompt, whole: Completion) -> Completion:
         token_ids=joined(prompt.token_ids, whole.token_ids, whole.token_ids),
         logprobs=joined(nothing[:read], whole.logprobs, nothing),
         loss_mask=joined(nothing[:read] > 0, whole.loss_mask, nothing > 0),
-        versions=(VersionSpan(0, sum(lengths)),),
+        versions=np.full(sum(lengths), 0, np.int32),
         starts=(lengths[0], lengths[0] + lengths[1]),
     )
 

@@ -28,7 +28,7 @@ from megatron_dppo.data.rows import Row
 from megatron_dppo.data.tokenizer import Tokenizer
 from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth, is_right
 from megatron_dppo.rl.score import Score
-from megatron_dppo.rl.types import Bools, Completion, Ints, VersionSpan
+from megatron_dppo.rl.types import Bools, Completion, Ints
 
 OFFLINE = -1
 """The version of tokens that no weights of the run have made."""
@@ -116,8 +116,8 @@ def _completion(
         score = _score(given)
     except _BadError as error:
         raise row.error(f"has a completion {number} that {error.args[0]}", error.args[1]) from error
-    spans, end = (VersionSpan(OFFLINE, len(tokens)),), cast(Literal["stop", "length"], reason)
-    return Completion(np.array(tokens, np.int32), logprobs, sampled, spans, end), score
+    versions, end = np.full(len(tokens), OFFLINE, np.int32), cast(Literal["stop", "length"], reason)
+    return Completion(np.array(tokens, np.int32), logprobs, sampled, versions, end), score
 
 
 def _tokens(given: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> list[int]:

@@ -38,7 +38,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import FAILURES
 from megatron_dppo.rl.numbers import as_mask
 from megatron_dppo.rl.sequences import malformed
-from megatron_dppo.rl.types import Completion, Prompt, Routing, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt, Routing
 from megatron_dppo.rollout.conversation_checks import UnusableError, check_completion, check_ids, check_roles
 
 if TYPE_CHECKING:  # torch
@@ -166,6 +166,10 @@ class ConversationFunction:
         return UserError(self.setting, self.spec, problem, "Cancel the tasks that it has made itself, and no others")
 
 
+GIVEN = np.iinfo(np.int32).min
+"""Version of a token that no weights have made."""
+
+
 def joined(turns: Iterable[Part]) -> Completion:
     """One completion of several turns. It ends as the last of the policy's turns did.
 
@@ -173,32 +177,33 @@ def joined(turns: Iterable[Part]) -> Completion:
     routing is that of the first turn that has read it.
     """
     parts: list[Completion] = []
-    spans: list[VersionSpan] = []
-    waiting = 0
     finish_reason: Literal["stop", "length"] = "length"
     for turn in turns:
         if isinstance(turn, Completion):
             parts.append(turn)
             finish_reason = turn.finish_reason
-            for span in turn.versions:
-                _extend(spans, VersionSpan(span.version, span.count + waiting))
-                waiting = 0
         else:
             parts.append(_given(turn))
-            waiting += len(turn)
-    if waiting and spans:
-        _extend(spans, VersionSpan(spans[-1].version, waiting))
     befores = accumulate((len(part.token_ids) for part in parts), initial=0)
     return Completion(
         token_ids=np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
         logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs for part in parts)]),
         loss_mask=np.concatenate([np.empty(0, bool), *(part.loss_mask for part in parts)]),
-        versions=tuple(spans),
+        versions=_versions(np.concatenate([np.empty(0, np.int32), *(part.versions for part in parts)])),
         finish_reason=finish_reason,
         routing=_routing([part.routing for part in parts if part.routing is not None]),
         segments=_segments(parts) if any(part.segments is not None for part in parts) else None,
         starts=tuple(at + start for at, part in zip(befores, parts, strict=False) for start in part.starts),
     )
+
+
+def _versions(of_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Those of given tokens, ``GIVEN``, replaced by the next one that is known, or by the last."""
+    known = np.flatnonzero(of_tokens != GIVEN)
+    if not len(known):
+        return of_tokens
+    following = np.searchsorted(known, np.arange(len(of_tokens)))
+    return of_tokens[known[np.minimum(following, len(known) - 1)]]
 
 
 def _segments(parts: Sequence[Completion]) -> NDArray[np.int8]:
@@ -221,17 +226,11 @@ def beginning(completion: Completion, length: int, read: int) -> Completion:
         length: of what is left of it.
         read: of how many tokens, the prompt's included, the routing is kept.
     """
-    spans: list[VersionSpan] = []
-    left = length
-    for span in completion.versions:
-        if left > 0:
-            spans.append(VersionSpan(span.version, min(span.count, left)))
-            left -= span.count
     return Completion(
         token_ids=completion.token_ids[:length],
         logprobs=completion.logprobs[:length],
         loss_mask=completion.loss_mask[:length],
-        versions=tuple(spans),
+        versions=completion.versions[:length],
         finish_reason="length",
         routing=None if completion.routing is None else completion.routing[:read],
         segments=None if completion.segments is None else completion.segments[:length],
@@ -372,11 +371,5 @@ def _cut_off(returned: Completion, before: int, limit: int, roles: Sequence[str]
 def _given(token_ids: Sequence[int] | NDArray[np.integer]) -> Completion:
     """Tokens that the policy reads, as a part of a completion."""
     length = len(token_ids)
-    return Completion(np.array(token_ids, np.int32), np.zeros(length, np.float32), np.zeros(length, bool), (), "length")
-
-
-def _extend(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Add a span; two in a row of the same version become one."""
-    if spans and spans[-1].version == span.version:
-        span = VersionSpan(span.version, spans.pop().count + span.count)
-    spans.append(span)
+    tokens, versions = np.array(token_ids, np.int32), np.full(length, GIVEN, np.int32)
+    return Completion(tokens, np.zeros(length, np.float32), np.zeros(length, bool), versions, "length")

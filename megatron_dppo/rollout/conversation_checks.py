@@ -48,7 +48,7 @@ def check_completion(completion: Completion, limit: int) -> None:
         as_logprobs(completion.logprobs, completion.loss_mask)
     except ValueError as error:
         raise UnusableError(f"returned {error}") from None
-    if (count := sum(span.count for span in completion.versions)) != length:
+    if (count := len(completion.versions)) != length:
         raise UnusableError(f"returned the versions of {count} tokens for a response of {length}")
 
 

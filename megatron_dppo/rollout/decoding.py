@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_dppo.process.streams import moved
-from megatron_dppo.rl.types import Completion, Routing, VersionSpan
+from megatron_dppo.rl.types import Completion, Routing
 from megatron_dppo.rollout.decoder import Decoder, RolloutCache, Routers, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.tree import Prefix, TreePath, grown
@@ -203,7 +203,7 @@ class Decoding:
                 token_ids=tokens[row, :length].copy(),
                 logprobs=logprobs[row, :length].copy(),
                 loss_mask=np.ones(length, bool),
-                versions=(VersionSpan(version, length),),
+                versions=np.full(length, version, np.int32),
                 finish_reason="stop" if first_stop[row] < limits[row] else "length",
                 routing=routing[row],
             )

@@ -25,7 +25,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.sequences import check_settings
-from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata
 from megatron_dppo.rollout.engine import PartialRollout
 
 FOLDER = "rollouts"
@@ -252,7 +252,6 @@ def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
     like = next((c.routing for c in completions if c.routing is not None), None)
     tables = [] if like is None else [like[:0] if c.routing is None else c.routing for c in completions]
     segments = [completion.segments for completion in completions if completion.segments is not None]
-    spans = [(span.version, span.count) for completion in completions for span in completion.versions]
     blank = (np.full(len(c.token_ids), np.nan, np.float32) for c in completions)
     taught = [n if c.teacher_logprobs is None else c.teacher_logprobs for c, n in zip(completions, blank, strict=True)]
     return {
@@ -261,8 +260,7 @@ def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
         "loss_mask": np.concatenate([np.zeros(0, bool), *(c.loss_mask for c in completions)]),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], bool),
         "weights": np.array([c.weights for c in completions], np.float64),
-        "span_counts": np.array([len(c.versions) for c in completions], np.int64),
-        "spans": np.array(spans, np.int64).reshape(-1, 2),
+        "versions": np.concatenate([np.zeros(0, np.int32), *(c.versions for c in completions)]),
         **(
             {"teacher_logprobs": np.concatenate(taught)}
             if any(c.teacher_logprobs is not None for c in completions)
@@ -284,16 +282,16 @@ def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, P
 
 
 def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
-    ends, last_spans = np.cumsum(lengths)[:-1], np.cumsum(stored["span_counts"])[:-1]
+    ends = np.cumsum(lengths)[:-1]
     routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
     taught = np.split(stored["teacher_logprobs"], ends) if "teacher_logprobs" in stored else repeat(None)
     segments = np.split(stored["segments"], ends) if "segments" in stored else repeat(None)
     started = np.split(stored["starts"], np.cumsum(stored["start_counts"])[:-1])
-    for token_ids, logprobs, loss_mask, spans, stopped, table, weights, said, segment, begins in zip(
+    for token_ids, logprobs, loss_mask, versions, stopped, table, weights, said, segment, begins in zip(
         np.split(stored["token_ids"], ends),
         np.split(stored["logprobs"], ends),
         np.split(stored["loss_mask"], ends),
-        np.split(stored["spans"], last_spans),
+        np.split(stored["versions"], ends),
         stored["stopped"].tolist(),
         routing,
         stored["weights"].tolist(),
@@ -302,7 +300,6 @@ def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
         started,
         strict=False,  # splitting nothing gives one piece
     ):
-        versions = tuple(VersionSpan(*span) for span in spans.tolist())
         reason: Literal["stop", "length"] = "stop" if stopped else "length"
         said = None if said is None or np.isnan(said).all() else said
         table = table if table is not None and len(table) else None

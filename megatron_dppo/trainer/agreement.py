@@ -223,7 +223,7 @@ def _answers(
             response_ids=completion.token_ids,
             trainer=np.zeros(0, np.float32),
             engine=completion.logprobs,
-            versions=tuple(span.version for span in completion.versions),
+            versions=tuple(np.unique(completion.versions).tolist()),
             routing=completion.routing,
         )
         for server, groups in engine.sample_each(prompts, sampling).items()

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from megatron_dppo.config import Config
 from megatron_dppo.launch.start import ranks_to_start, start_ranks
 from megatron_dppo.rl.types import Completion, StepPlan
@@ -74,7 +76,7 @@ class Recorded(Trainer):
 
 def _describe(completion: Completion) -> dict[str, Any]:
     content = completion.token_ids.tobytes() + completion.logprobs.tobytes()
-    versions = [span.version for span in completion.versions]
+    versions = np.unique(completion.versions).tolist()
     return {"id": hashlib.sha256(content).hexdigest()[:16], "length": len(completion.token_ids), "versions": versions}
 
 

@@ -18,7 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import Client
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
 from megatron_dppo.rollout.engine import Sampling
@@ -176,7 +176,7 @@ async def say(texts: list[str], client: Client, context: list[int], sampling: Sa
     ids = [*client.tokenizer.encode(texts.pop(0)), client.tokenizer.eos_token_id]
     said = np.array(ids[: sampling.max_tokens], np.int32)
     count = len(said)
-    parts = -said.astype(np.float32), np.ones(count, bool), (VersionSpan(1, count),)
+    parts = -said.astype(np.float32), np.ones(count, bool), np.full(count, 1, np.int32)
     return Completion(said, *parts, "stop" if count == len(ids) else "length")
 
 

@@ -8,7 +8,7 @@ from megatron_dppo.config import LayoutConfig
 from megatron_dppo.parallel.exchange import deliver
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.pack import TrainingSample
-from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, RoutingShape, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, MinibatchPlan, Prompt, RoutingShape
 
 PROMPT_LENGTHS = (3, 1, 5)
 RESPONSE_LENGTHS = ((4, 1), (2, 7), (6, 3))
@@ -34,7 +34,7 @@ def completion(index: int, sample: int) -> Completion:
         tokens.astype(np.int32) + number,
         -tokens.astype(np.float32) / 7 - number,
         segments >= 0,
-        (VersionSpan(0, length),),
+        np.full(length, 0, np.int32),
         "stop",
         routing_of(index, sample),
         teacher_logprobs=None if index == 1 else tokens.astype(np.float32) - number,

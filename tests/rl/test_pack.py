@@ -18,7 +18,7 @@ from megatron_dppo.rl.pack import (
     shared_lengths,
     shared_of_kept,
 )
-from megatron_dppo.rl.types import Completion, Pack, VersionSpan
+from megatron_dppo.rl.types import Completion, Pack
 
 PAD = 999
 Sequences = list[tuple[int, ...]]
@@ -173,7 +173,8 @@ def test_prefix_group_is_cut_where_its_size_ends() -> None:
 
 def completion(*tokens: int) -> Completion:
     ids = np.array(tokens, np.int32)
-    return Completion(ids, np.zeros(len(ids), np.float32), np.ones(len(ids), bool), (VersionSpan(0, len(ids)),), "stop")
+    nothing, sampled = np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
+    return Completion(ids, nothing, sampled, np.zeros(len(ids), np.int32), "stop")
 
 
 def test_responses_share_what_is_long_enough_for_a_segment() -> None:

@@ -11,7 +11,7 @@ from megatron_dppo.config import Config, LossConfig, replace
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.sequences import check_sequences, further_lengths, longest_response, spoken
-from megatron_dppo.rl.types import Completion, Prompt, StepMetadata, StepPlan, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt, StepMetadata, StepPlan
 from tests.rl.integration import all_plans
 from tests.rl.plans import plan, step_config, step_metadata
 
@@ -19,7 +19,7 @@ TWO = Completion(
     np.array([1, 2, 5, 5, 5, 3], np.int32),
     np.zeros(6, np.float32),
     np.array([True, True, False, False, False, True]),
-    (VersionSpan(0, 6),),
+    np.full(6, 0, np.int32),
     "stop",
     starts=(2,),
 )

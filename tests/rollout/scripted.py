@@ -18,7 +18,7 @@ from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rl.score import Score, count_failures
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling
 from megatron_dppo.settings import load_config
 
@@ -37,7 +37,7 @@ class Said:
     probability: float | Sequence[float] = 0.5
     """Probability of each token, the end of the turn included."""
     ended: bool = True
-    versions: tuple[VersionSpan, ...] | None = None
+    versions: np.ndarray | None = None
     """None: all tokens by version 0."""
     given: Sequence[int] = ()
     """Places of tokens that the policy did not sample."""
@@ -58,7 +58,8 @@ def said(*texts: str) -> list[Said]:
 def completion_of(token_ids: Sequence[int]) -> Completion:
     """Return a completion of certain tokens, all by version 0."""
     ids = np.array(token_ids, np.int32)
-    return Completion(ids, np.zeros(len(ids), np.float32), np.ones(len(ids), bool), (VersionSpan(0, len(ids)),), "stop")
+    nothing, sampled = np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
+    return Completion(ids, nothing, sampled, np.zeros(len(ids), np.int32), "stop")
 
 
 class ScriptedEngine(RolloutEngine[Completions]):
@@ -89,7 +90,7 @@ class ScriptedEngine(RolloutEngine[Completions]):
             tokens,
             logprobs,
             ~np.isin(np.arange(len(tokens)), said.given),
-            said.versions or (VersionSpan(0, len(tokens)),),
+            np.zeros(len(tokens), np.int32) if said.versions is None else said.versions,
             "stop" if said.ended else "length",
             segments=np.array(said.segments, np.int8) if said.segments else None,
             weights=said.weights,

@@ -12,7 +12,7 @@ import pytest
 from megatron_dppo.data.tokenizer import Tokenizer, end_token_id
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.types import RoutingShape, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rl.types import RoutingShape, Selection, StepMetadata
 from megatron_dppo.rollout.collect import Collector
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.metadata import staleness
@@ -243,8 +243,8 @@ def test_engine_is_asked_with_a_seed_of_the_step(tokenizer: Tokenizer) -> None:
 
 def test_completion_is_as_old_as_its_oldest_token(tokenizer: Tokenizer) -> None:
     """Of six completions, of eight tokens each, one has its first four from version 6."""
-    mixed = Said("score 1", versions=(VersionSpan(6, 4), VersionSpan(7, 4)))
-    fresh = Said("score 0", versions=(VersionSpan(7, 8),))
+    mixed = Said("score 1", versions=np.repeat(np.array([6, 7], np.int32), 4))
+    fresh = Said("score 0", versions=np.full(8, 7, np.int32))
     known = Bench(tokenizer, {4: [fresh, mixed, fresh], 2: [fresh] * 3}).collect().metadata
     assert known.versions.tolist() == [[7, 7, 7], [7, 6, 7]]
     empty = Bench(tokenizer, {}).collect(window=8).metadata

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.rl.sequences import sequences
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import Turn, completed, joined
 from megatron_dppo.rollout.conversation_checks import UnusableError
 from tests.docs.documents import blocks
@@ -25,7 +25,7 @@ def turn(*tokens: int, version: int = 3) -> Completion:
     """Return a turn of the policy, finished if its last token is a stop token."""
     ids = np.array(tokens, np.int32)
     reason = "stop" if tokens and tokens[-1] == STOP else "length"
-    versions = (VersionSpan(version, len(ids)),)
+    versions = np.full(len(ids), version, np.int32)
     return Completion(ids, -ids.astype(np.float32) / 100, np.ones(len(ids), bool), versions, reason)
 
 
@@ -57,7 +57,7 @@ def test_sampled_tokens_are_trained_on_and_given_tokens_are_read() -> None:
     assert completion.token_ids.tolist() == [5, 1, 2, 6, 5, 4, 3, STOP]
     assert completion.loss_mask.tolist() == [False, True, True, False, False, False, True, True]
     np.testing.assert_allclose(completion.logprobs[completion.loss_mask], [-0.01, -0.02, -0.03, -0.99])
-    assert (completion.versions, completion.finish_reason) == ((VersionSpan(3, 8),), "stop")
+    assert (completion.versions.tolist(), completion.finish_reason) == ([3] * 8, "stop")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_response_past_its_limit_is_cut_off() -> None:
     completion = finished([turn(1, STOP), [5, 6, 7], turn(2, STOP, version=4)], limit=4)
     assert completion.token_ids.tolist() == [1, STOP, 5, 6]
     assert len(completion.logprobs) == len(completion.loss_mask) == 4
-    assert (completion.versions, completion.finish_reason) == ((VersionSpan(3, 2), VersionSpan(4, 2)), "length")
+    assert (completion.versions.tolist(), completion.finish_reason) == ([3, 3, 4, 4], "length")
 
 
 ONCE = [([7, 8], SAID)]
@@ -137,7 +137,7 @@ def test_lists_of_turns_are_sequences_with_a_context_of_their_own() -> None:
     whole = completed([[FIRST, [5]], [[6, 6], [6], NEXT]], PROMPT, SUMMED, 20)
     assert (whole.token_ids.tolist(), whole.starts) == ([1, 2, 5, 6, 6, 6, 3, STOP], (3,))
     assert whole.loss_mask.tolist() == [True, True, False, False, False, False, True, True]
-    assert whole.versions == (VersionSpan(3, 3), VersionSpan(4, 5)) and whole.finish_reason == "stop"
+    assert whole.versions.tolist() == [3] * 3 + [4] * 5 and whole.finish_reason == "stop"
     taken = completed(replace(whole, starts=np.array([3])), PROMPT, [], 20)
     assert (taken.starts, taken.token_ids.tolist()) == ((3,), whole.token_ids.tolist())
     said_by = completed([[("a", FIRST)], [[6, 6, 6], ("b", NEXT)]], PROMPT, SUMMED, 20, ("a", "b")).segments

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rl.types import VersionSpan
 from megatron_dppo.rollout import decoding
 from megatron_dppo.rollout.decoding import LEAST_COMMON
 from megatron_dppo.rollout.engine import Bucket
@@ -95,7 +94,7 @@ def test_update_changes_tokens_and_version_of_later_requests(tmp_path: Path) -> 
     assert tokens_of(before) != tokens_of(after)
     for groups, version in ((before, 1), (engine.finish(pending), 1), (after, 2)):
         for completion in sum(groups, ()):
-            assert completion.versions == (VersionSpan(version, len(completion.token_ids)),)
+            assert completion.versions.tolist() == [version] * len(completion.token_ids)
     assert_logprobs_of_a_plain_forward(other, prompts, after, 1.0)
 
 
@@ -145,7 +144,7 @@ def test_engine_without_weights_or_paused_does_not_generate(tmp_path: Path) -> N
         generate(engine, make_prompts(3), sampling_of())
     engine.resume()
     assert generate(engine, [], sampling_of()) == []
-    assert generate(engine, make_prompts(3), sampling_of())[0][0].versions[0].version == 0
+    assert generate(engine, make_prompts(3), sampling_of())[0][0].versions[0] == 0
 
 
 def test_rank_that_cannot_generate_stops_all_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.plan import gather_metadata
-from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata, VersionSpan
+from megatron_dppo.rl.types import Completion, Group, Selection, StepMetadata
 from megatron_dppo.rollout.engine import PartialRollout
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts, read_in_flight, write_in_flight
@@ -42,12 +42,12 @@ def group_of(prompt: int, kind: str = "plain") -> Group:
             "taught": {"teacher_logprobs": -rng.random(length).astype(np.float32)} if prompt % 2 else {},
         }[kind]
         first = int(rng.integers(1, length))
-        mixed = VersionSpan(3, first), VersionSpan(4, length - first)
+        mixed = np.repeat(np.array([3, 4], np.int32), [first, length - first])
         completion = Completion(
             rng.integers(3, 99, length).astype(np.int32),
             np.log(rng.random(length)).astype(np.float32),
             mask,
-            (VersionSpan(4, length),) if sample == 1 else mixed,
+            np.full(length, 4, np.int32) if sample == 1 else mixed,
             "length" if rng.random() < 0.5 else "stop",
             **fields,
         )

@@ -116,7 +116,7 @@ class Rig:
         return Round(
             answered=list(found),
             samples=[len(group) for group in found.values()],
-            versions={span.version for c in completions for span in c.versions},
+            versions={version for c in completions for version in c.versions.tolist()},
             servers=len(self.engine.servers),
             metrics=self.engine.take_events()[0],
         )
@@ -279,8 +279,8 @@ def _update_in_flight(rig: Rig, old: int) -> dict[str, Any]:
     pending.append(rig.engine.begin(prompts[half:], sampling))  # arrives during the pause
     rig.sync(old + 1)
     groups = [group for batch in pending for group in rig.engine.finish(batch)]
-    versions = [tuple(span.version - old for span in c.versions) for group in groups for c in group]
-    mixed = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group if len(c.versions) == 2]
+    versions = [tuple(np.unique(c.versions - old).tolist()) for group in groups for c in group]
+    mixed = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group if len(np.unique(c.versions)) == 2]
     parts = rig.world.gather(([len(group) for group in groups], versions, mixed[:4]))
     return {
         "samples": [count for part in parts for count in part[0]],
@@ -298,6 +298,6 @@ def _mean_difference(rig: Rig, mixed: Sequence[tuple[Prompt, Completion]]) -> fl
     packs = [build_pack([s], capacity=n, pad_id=0, align=1) for s, n in zip(samples, lengths, strict=True)]
     scores = rig.policy.actor.log_probabilities(packs)
     differences = [
-        np.abs(score - c.logprobs)[c.versions[0].count :] for (_, c), score in zip(mixed, scores, strict=True)
+        np.abs(score - c.logprobs)[c.versions > c.versions[0]] for (_, c), score in zip(mixed, scores, strict=True)
     ]
     return float(np.concatenate(differences).mean())

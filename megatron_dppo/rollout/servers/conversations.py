@@ -15,27 +15,28 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import AGAIN_S, Client, ConversationFunction, TryAgainError, joined
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
 
-ReadVersions = Callable[[Sequence[tuple[str, int]]], list[VersionSpan]]
-"""A run's own versions, from those that a server tells. It raises :class:`ServerError` where the step must not use
-them. In the HTTP thread."""
+ReadVersions = Callable[[Sequence[tuple[str, int]]], NDArray[np.int32]]
+"""A run's own version of each token, from those that a server tells. It raises :class:`ServerError` where the step must
+not use them. In the HTTP thread."""
 
 
 class ConversationError(ServerError):
     """A conversation came to nothing, by no fault of the server that it was with: it may be tried again."""
 
 
-def completion_of(result: GenerateResult, versions: Sequence[VersionSpan]) -> Completion:
+def completion_of(result: GenerateResult, versions: NDArray[np.int32]) -> Completion:
     """A server's continuation, all of whose tokens the policy sampled."""
     sampled = np.ones(len(result.token_ids), bool)
     reason: Literal["stop", "length"] = "stop" if result.reason == "stop" else "length"
-    return Completion(result.token_ids, result.logprobs, sampled, tuple(versions), reason, result.routing)
+    return Completion(result.token_ids, result.logprobs, sampled, versions, reason, result.routing)
 
 
 class Conversations:

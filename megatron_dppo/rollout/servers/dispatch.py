@@ -22,7 +22,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.engine import PartialRollout, Sampling
 from megatron_dppo.rollout.servers.batch import PartialCompletion, RequestBatch, alike_so_far
 from megatron_dppo.rollout.servers.client import GenerateResult, ServerClient
@@ -216,7 +219,7 @@ class Dispatcher:
         if batch.broken_off:
             self._wake()  # for the next one that waits
             return None
-        read_versions = partial(self._spans, client, batch.oldest)
+        read_versions = partial(self._versions, client, batch.oldest)
         answer: Coroutine[Any, Any, Sequence[GenerateResult | Completion]]
         if self._conversations is not None:
             sampling = replace(batch.sampling, samples=len(samples))
@@ -263,16 +266,16 @@ class Dispatcher:
             sample.ended = not aborted or sample.length == batch.sampling.max_tokens
         return None
 
-    def _spans(self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]) -> list[VersionSpan]:
-        spans = []
-        for told, count in versions:
+    def _versions(self, client: ServerClient, oldest: int, versions: Sequence[tuple[str, int]]) -> NDArray[np.int32]:
+        known = []
+        for told, _ in versions:
             version = self._read_version(told)
             if version is None or version < oldest:
                 problem = f"generates with weights of version {told!r}, which this step must not use"
                 self._lose(client, problem)
                 raise ServerError(client.url, problem, alive=True)
-            spans.append(VersionSpan(version, count))
-        return spans
+            known.append(version)
+        return np.repeat(np.array(known, np.int32), [count for _, count in versions])
 
     async def _blame(self, client: ServerClient, error: ServerError) -> None:
         """Take a server out if it broke off and does not answer a question, or if it failed many requests in a row."""

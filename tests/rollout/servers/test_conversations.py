@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.types import Completion, Prompt, VersionSpan
+from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation_functions import conversation_of
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.servers.conversations import Conversations
@@ -150,7 +150,7 @@ def test_turns_are_joined_across_an_abort(conversing: Conversing) -> None:
         assert completion.token_ids.tolist() == [5, 6, 1, ABORTS, 5, 5, 6]
         assert completion.loss_mask.tolist() == [True, True, False, False, True, True, True]
         assert completion.logprobs[completion.loss_mask].tolist() == [-0.5, -0.25, -0.5, -0.5, -0.25]
-        assert (completion.versions, completion.finish_reason) == ((VersionSpan(3, 7),), "stop")
+        assert (completion.versions.tolist(), completion.finish_reason) == ([3] * 7, "stop")
 
 
 def test_each_token_has_its_role(conversing: Conversing) -> None:
