@@ -12,7 +12,7 @@ import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import lru_cache, reduce
 from math import prod
 from pathlib import Path
 from pickletools import genops
@@ -170,6 +170,8 @@ class StoredPolicy:
         self._find_blocks([part for entry in wanted for part in entry.stored], shape)
         self.entries = {name: entry for entry in wanted for name in entry.tensors}
         """The parameter that each Hugging Face tensor is a part of."""
+        # Tensors of a parameter are asked for one after another.
+        self._located = lru_cache(maxsize=64)(self._locate)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -212,10 +214,13 @@ class StoredPolicy:
         entry = self.entries[name]
         with refusing_damage(self._folder, self._setting):
             try:
-                blocks = {part: [self._chunk(part, block) for block in self._blocks[part]] for part in entry.stored}
+                blocks = {part: self._located(part) for part in entry.stored}
             except Exception as error:  # whatever reading a damaged archive raises
                 raise DamagedError(f"{entry.key} cannot be read ({error})") from error
         return [chunk for part, chunks in blocks.items() for chunk in tensor_chunks(name, part, chunks)]
+
+    def _locate(self, part: Stored) -> list[Chunk]:
+        return [self._chunk(part, block) for block in self._blocks[part]]
 
     def _place(self, part: Stored, block: ChunkStorageMetadata) -> _StorageInfo:
         return self._storage[MetadataIndex(part.key, block.offsets)]
