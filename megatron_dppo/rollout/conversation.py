@@ -50,8 +50,6 @@ Turn = Part | tuple[str, Completion]
 """With ``rollout.roles`` what the policy said stands behind its role."""
 
 
-Generated = Sequence[tuple[Sequence[int], Completion]]
-"""The turns that a client has returned, each after the token ids that it was asked to go on from."""
 Returned = Completion | Sequence[Turn] | Sequence[Sequence[Turn]]
 """By a function of the user's: the turns in their order, those of each sequence in a list of their own where there are
 several, or a completion that it has put together itself."""
@@ -148,7 +146,7 @@ class ConversationFunction:
         own = replace(prompt, label=copy.deepcopy(prompt.label), extra=copy.deepcopy(dict(prompt.extra)))
         try:
             returned = await self.function(client, own)
-            return completed(returned, prompt, client.generated, client.max_tokens, self.roles, self.vocabulary)
+            return completed(returned, client)
         except (TryAgainError, UserError, client.failure):
             raise
         except UnusableError as error:
@@ -237,38 +235,25 @@ def beginning(completion: Completion, length: int, read: int) -> Completion:
     )
 
 
-def completed(
-    returned: Returned,
-    prompt: Prompt,
-    generated: Generated,
-    limit: int,
-    roles: Sequence[str] = (),
-    vocabulary: int = 1 << 31,
-) -> Completion:
-    """The completion of a conversation, each of whose sequences is cut off at ``limit`` tokens more than the prompt's.
+def completed(returned: Returned, client: Client) -> Completion:
+    """Return the completion of a conversation from what its function returned.
 
-    Args:
-        returned: by the user's function.
-        prompt: of the conversation.
-        generated: by its client.
-        limit: tokens of a response.
-        roles: of the run.
-        vocabulary: token ids are below it.
+    Each sequence is cut off at ``client.max_tokens`` tokens more than the prompt's.
 
     Raises:
-        UnusableError: it cannot be trained on.
+        UnusableError: the completion cannot be trained on.
     """
-    start = prompt.token_ids.tolist()
+    start, limit, roles = client.prompt.token_ids.tolist(), client.max_tokens, client.function.roles
     if isinstance(returned, Completion):
-        check_ids(returned.token_ids, vocabulary, "returned a completion")
-        return _well_formed(_cut_off(returned, len(start), limit, roles), len(start), limit)
+        check_ids(returned.token_ids, client.function.vocabulary, "returned a completion")
+        return _well_formed(_cut_off(returned, len(start), limit, roles), client)
     if not isinstance(returned, Sequence):
         raise UnusableError(f"returned a {type(returned).__name__}, neither a list of turns nor a completion")
     cut: list[Completion] = []
     truncated = False
     for number, turns in enumerate(_sequences(returned)):
         before, longest = ([], len(start) + limit) if number else (start, limit)
-        sequence = _sequence(turns, before, generated, roles, len(before) + longest, vocabulary)
+        sequence = _sequence(client, turns, before, len(before) + longest)
         truncated |= len(sequence.token_ids) > longest
         if number and len(sequence.token_ids) >= longest and not sequence.loss_mask[:longest].any():
             truncated = True  # its context has left the policy no room
@@ -277,12 +262,12 @@ def completed(
     whole = cut[0]
     if len(cut) > 1:
         starts = tuple(accumulate(len(each.token_ids) for each in cut[:-1]))
-        whole = _well_formed(replace(joined(cut), routing=None, starts=starts), len(start), limit)
+        whole = _well_formed(replace(joined(cut), routing=None, starts=starts), client)
     return replace(whole, finish_reason="length") if truncated else whole
 
 
-def _well_formed(completion: Completion, prompt: int, limit: int) -> Completion:
-    if problem := malformed(prompt, completion, limit):
+def _well_formed(completion: Completion, client: Client) -> Completion:
+    if problem := malformed(len(client.prompt.token_ids), completion, client.max_tokens):
         raise UnusableError(problem)
     return completion
 
@@ -300,14 +285,7 @@ def _sequences(returned: Sequence[Any]) -> list[Sequence[Turn]]:
     return list(returned) if any(several) else [returned]
 
 
-def _sequence(
-    turns: Sequence[Turn],
-    before: Sequence[int],
-    generated: Generated,
-    roles: Sequence[str],
-    longest: int,
-    vocabulary: int,
-) -> Completion:
+def _sequence(client: Client, turns: Sequence[Turn], before: Sequence[int], longest: int) -> Completion:
     """One sequence, without most of what the policy was given past ``longest`` tokens, which is cut off.
 
     The log-probabilities of a turn hold after the tokens that it was generated from, and after no others.
@@ -316,7 +294,8 @@ def _sequence(
         before: tokens before its turns.
         longest: tokens that it may have, with those.
     """
-    contexts = {id(turn): context for context, turn in generated}
+    roles = client.function.roles
+    contexts = {id(turn): context for context, turn in client.generated}
     known = f"and rollout.roles has {', '.join(map(repr, roles)) or 'none'}"
     context, parts, speakers = [*before], list[Part](), list[int]()
     for number, given in enumerate(turns):
@@ -339,7 +318,7 @@ def _sequence(
             continue
         else:
             begin: Any = turn[: longest + 1] if isinstance(turn, Sequence | np.ndarray) else turn
-            turn = check_ids(begin, vocabulary, f"returned a turn {number}")
+            turn = check_ids(begin, client.function.vocabulary, f"returned a turn {number}")
         tokens = turn.token_ids if isinstance(turn, Completion) else turn
         parts.append(turn)
         context += tokens.tolist()

@@ -12,8 +12,10 @@ import pytest
 
 from megatron_dppo.rl.sequences import sequences
 from megatron_dppo.rl.types import Completion, Prompt
-from megatron_dppo.rollout.conversation import Turn, completed, joined
+from megatron_dppo.rollout import conversation
+from megatron_dppo.rollout.conversation import Client, ConversationFunction, Turn, joined
 from megatron_dppo.rollout.conversation_checks import UnusableError
+from megatron_dppo.rollout.engine import Sampling
 from tests.docs.documents import blocks
 
 PROMPT = Prompt(0, np.array([7, 8], np.int32), "", "")
@@ -27,6 +29,21 @@ def turn(*tokens: int, version: int = 3) -> Completion:
     reason = "stop" if tokens and tokens[-1] == STOP else "length"
     versions = np.full(len(ids), version, np.int32)
     return Completion(ids, -ids.astype(np.float32) / 100, np.ones(len(ids), bool), versions, reason)
+
+
+def completed(
+    returned: Any,
+    prompt: Prompt,
+    generated: list[tuple[list[int], Completion]],
+    limit: int,
+    roles: Sequence[str] = (),
+    vocabulary: int = 200,
+) -> Completion:
+    """Return the completion of a conversation whose client generated these turns, each after its context."""
+    function: Any = ConversationFunction("rollout.conversation", "f.py:f", None, "Mend", roles, vocabulary)
+    sampling, turn = Sampling(1, limit, 1.0, (), seed=0), None
+    client: Any = Client(turn=turn, function=function, prompt=prompt, sampling=sampling, number=0, generated=generated)
+    return conversation.completed(returned, client)
 
 
 def finished(turns: Sequence[Turn], *, limit: int = 20, roles: Sequence[str] = ()) -> Completion:
