@@ -18,7 +18,9 @@ for i in {0..5}; do parts+=("mistakes-$i"); done
 for i in {0..9}; do parts+=("kills-$i"); done       # 10 kills each
 for i in {0..2}; do parts+=("fuzz-$i"); done        # 2,000 cases each
 for file in tests/servers/test_*.py; do parts+=("servers-$(basename "$file" .py)"); done
-for file in $(grep -l 'mark\.slurm' tests/slurm/test_*.py); do parts+=("slurm-$(basename "$file" .py)"); done
+for file in tests/slurm/test_*.py; do
+    ! grep -q 'mark\.slurm' "$file" || parts+=("slurm-$(basename "$file" .py)")
+done
 parts+=(kills-servers browser trl verl newest-laws newest-units newest-rehearsal smollm2 smollm2-vllm)
 
 run_part() { # PART
