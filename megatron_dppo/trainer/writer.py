@@ -160,5 +160,7 @@ def check_resumable(place: Path, now: Writer) -> StoredState:
     if before and after and before.fingerprint != after.fingerprint:
         base = f"model.{before.setting} = {before.base}"
         problem = f"holds adapters of {base}, which had other weights than {after.base} has"
-        raise refused(f"model.{before.setting}", after.base, problem, "Resume with those weights")
+        raise refused(
+            f"model.{before.setting}", after.base, problem, f"Resume with model.{before.setting}={before.base}"
+        )
     return state
