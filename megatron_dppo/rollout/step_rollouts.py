@@ -13,9 +13,9 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import count, islice, repeat, takewhile
+from itertools import count, islice, takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -25,12 +25,12 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.sequences import check_settings
-from megatron_dppo.rl.types import Completion, Group, Ints, Prompt, Selection, StepMetadata
+from megatron_dppo.rl.types import Completion, Group, Prompt, Selection, StepMetadata
 from megatron_dppo.rollout.engine import PartialRollout
 
 FOLDER = "rollouts"
 _STEP = "step.npz"
-_CHOSEN, _PART = "selection.", "parts."
+_CHOSEN, _PART, _LENGTHS = "selection.", "parts.", "_lengths"
 _RANKS = "broken_off_by_ranks"
 
 
@@ -232,80 +232,57 @@ def _tokens(held: dict[int, Group]) -> dict[str, np.ndarray]:
 
 
 def _parts(so_far: Sequence[PartialRollout]) -> dict[str, np.ndarray]:
-    """Completions so far, one after the other, each with its prompt, its slot, its length, and whether it has ended."""
-    places = [(one.prompt, one.slot, len(one.completion.token_ids), one.ended) for one in so_far]
-    return {"places": np.array(places, np.int64).reshape(-1, 4), **_packed([one.completion for one in so_far])}
+    """Completions so far, each with its prompt, its slot, and whether it has ended."""
+    places = [(one.prompt, one.slot, one.ended) for one in so_far]
+    return {"places": np.array(places, np.int64).reshape(-1, 3), **_packed([one.completion for one in so_far])}
 
 
 def _so_far(stored: dict[str, Any], share: set[int]) -> list[PartialRollout]:
     """Partial rollouts of some prompts, by their ids, from a file of ``_parts``."""
-    completions = _completions(stored, stored["places"][:, 2])
+    completions = _completions(stored)
     return [
         PartialRollout(prompt, slot, completion, bool(ended))
-        for (prompt, slot, _, ended), completion in zip(stored["places"].tolist(), completions, strict=True)
+        for (prompt, slot, ended), completion in zip(stored["places"].tolist(), completions, strict=True)
         if prompt in share
     ]
 
 
+_COLUMNS = (
+    *("token_ids", "logprobs", "loss_mask", "versions", "routing"),
+    *("teacher_logprobs", "segments", "weights", "starts"),
+)
+"""The fields of a completion that have a length of their own, or are None."""
+
+
 def _packed(completions: Sequence[Completion]) -> dict[str, np.ndarray]:
-    # A request that is aborted while it waits has tokens and no routing.
-    like = next((c.routing for c in completions if c.routing is not None), None)
-    tables = [] if like is None else [like[:0] if c.routing is None else c.routing for c in completions]
-    segments = [completion.segments for completion in completions if completion.segments is not None]
-    blank = (np.full(len(c.token_ids), np.nan, np.float32) for c in completions)
-    taught = [n if c.teacher_logprobs is None else c.teacher_logprobs for c, n in zip(completions, blank, strict=True)]
-    return {
-        "token_ids": np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in completions)]),
-        "logprobs": np.concatenate([np.zeros(0, np.float32), *(c.logprobs for c in completions)]),
-        "loss_mask": np.concatenate([np.zeros(0, bool), *(c.loss_mask for c in completions)]),
-        "stopped": np.array([c.finish_reason == "stop" for c in completions], bool),
-        "weights": np.array([c.weights for c in completions], np.float64),
-        "versions": np.concatenate([np.zeros(0, np.int32), *(c.versions for c in completions)]),
-        **(
-            {"teacher_logprobs": np.concatenate(taught)}
-            if any(c.teacher_logprobs is not None for c in completions)
-            else {}
-        ),
-        **({"segments": np.concatenate(segments)} if segments else {}),
-        "start_counts": np.array([len(c.starts) for c in completions], np.int64),
-        "starts": np.array([start for c in completions for start in c.starts], np.int64),
-        **({"routing": np.concatenate(tables), "routed": np.array([*map(len, tables)], np.int64)} if tables else {}),
-    }
+    """Each column of all completions, one after the other, and its lengths: −1 where a completion has None."""
+    packed = {"stopped": np.array([completion.finish_reason == "stop" for completion in completions], bool)}
+    for name in _COLUMNS:
+        values = [getattr(completion, name) for completion in completions]
+        known = [np.asarray(value) for value in values if value is not None]
+        packed[name] = np.concatenate(known) if known else np.zeros(0)
+        packed[name + _LENGTHS] = np.array([-1 if value is None else len(value) for value in values], np.int64)
+    return packed
+
+
+def _completions(stored: dict[str, Any]) -> Iterator[Completion]:
+    columns = {}
+    for name in _COLUMNS:
+        lengths = stored[name + _LENGTHS]
+        parts = np.split(stored[name], np.cumsum(np.maximum(lengths, 0))[:-1])
+        columns[name] = [None if length < 0 else part for length, part in zip(lengths, parts, strict=False)]
+    for number, stopped in enumerate(stored["stopped"].tolist()):
+        found: dict[str, Any] = {name: column[number] for name, column in columns.items()}
+        found |= {"weights": tuple(found["weights"].tolist()), "starts": tuple(map(int, found["starts"]))}
+        yield Completion(**found, finish_reason="stop" if stopped else "length")
 
 
 def _groups(stored: dict[str, Any], metadata: StepMetadata, prompts: dict[int, Prompt]) -> dict[int, Group]:
     """The stored groups of these prompts, by row of the metadata."""
     rows = stored["rows"]
-    completions = _completions(stored, metadata.response_lengths[rows].ravel())
+    completions = _completions(stored)
     groups = [(row, tuple(islice(completions, metadata.rewards.shape[1]))) for row in rows.tolist()]
     return {row: Group(prompts[row], own, metadata.rewards[row]) for row, own in groups if row in prompts}
-
-
-def _completions(stored: dict[str, Any], lengths: Ints) -> Iterator[Completion]:
-    ends = np.cumsum(lengths)[:-1]
-    routing = np.split(stored["routing"], np.cumsum(stored["routed"])[:-1]) if "routing" in stored else repeat(None)
-    taught = np.split(stored["teacher_logprobs"], ends) if "teacher_logprobs" in stored else repeat(None)
-    segments = np.split(stored["segments"], ends) if "segments" in stored else repeat(None)
-    started = np.split(stored["starts"], np.cumsum(stored["start_counts"])[:-1])
-    for token_ids, logprobs, loss_mask, versions, stopped, table, weights, said, segment, begins in zip(
-        np.split(stored["token_ids"], ends),
-        np.split(stored["logprobs"], ends),
-        np.split(stored["loss_mask"], ends),
-        np.split(stored["versions"], ends),
-        stored["stopped"].tolist(),
-        routing,
-        stored["weights"].tolist(),
-        taught,
-        segments,
-        started,
-        strict=False,  # splitting nothing gives one piece
-    ):
-        reason: Literal["stop", "length"] = "stop" if stopped else "length"
-        said = None if said is None or np.isnan(said).all() else said
-        table = table if table is not None and len(table) else None
-        starts = tuple(map(int, begins))
-        tokens = token_ids, logprobs, loss_mask, versions, reason
-        yield Completion(*tokens, table, said, segment, tuple(weights), starts)
 
 
 def _prompt(place: Path, pool: Sequence[Prompt], metadata: StepMetadata, row: int) -> Prompt:
