@@ -240,6 +240,7 @@ def _idle(config: Config) -> Iterator[str]:
     for is_read, keys in (
         (config.data.chat_template, ("data.chat_template_kwargs", "data.date")),
         (weighed, ("loss.tis_level",)),
+        (loss.distillation.use_task_rewards and not rollout.tree.branches, ("loss.advantage",)),
         (loss.distillation.named, ("loss.distillation.coef", "loss.distillation.direction")),
         (
             prompts.rule in ("neyman", "threshold"),

@@ -89,6 +89,7 @@ IDLE = {
     "data.chat_template_kwargs={a: 1}": ("data.chat_template=false", "data.chat_template=true"),
     "data.date=2026-01-31": ("data.chat_template=false", "data.chat_template=true"),
     "loss.tis_level=sequence": ("", "loss.tis_cap=2"),
+    "loss.advantage=rloo": ("rollout.tree.branches=[{at: 3}]", ""),
     "loss.distillation.coef=2": ("", "loss.distillation.teacher=dir"),
     "loss.distillation.direction=forward": ("", "loss.distillation.teachers={a: dir}"),
     "pruning.prompts.keep=0.9": ("pruning.prompts.rule=greso", "pruning.prompts.rule=threshold"),
