@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from megatron_dppo.bridge.mapping import (
     EMBEDDING,
@@ -117,6 +116,8 @@ def read_header(file: Path) -> dict[str, Chunk]:
     Raises:
         UserError: if the file is truncated or is no safetensors file.
     """
+    from safetensors import SafetensorError, safe_open  # not there without an extra
+
     try:
         with safe_open(file, "numpy"), file.open("rb") as opened:  # the library checks sizes and offsets
             length = int.from_bytes(opened.read(8), "little")

@@ -80,7 +80,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         raise ValueError(f"samples of {used} tokens do not fit into a pack of {capacity}")
     starts = np.concatenate([[0], np.cumsum(sizes)])
     places = _slots(shared, lengths, zip(first, begins, ends, starts[:-1].tolist(), strict=True))
-    longest, tokens = int((begins + sizes).max(initial=0)), ends - begins
+    tokens = ends - begins
     if used < capacity:  # one more segment, of padding
         starts, begins, parents = np.append(starts, capacity), np.append(begins, 0), np.append(parents, -1)
         sizes, tokens = (np.append(some, capacity - used) for some in (sizes, tokens))
@@ -98,7 +98,7 @@ def build_pack(samples: Sequence[TrainingSample], capacity: int, pad_id: int, al
         token_ids=token_ids,
         position_ids=np.arange(capacity) - np.repeat(starts[:-1] - begins, sizes),
         cu_seqlens=starts.astype(np.int32),
-        max_seqlen=longest,
+        max_seqlen=int((begins + sizes).max(initial=0)),
         predictors=_joined(slots[at - 1] for slots, at in zip(places, responses, strict=True)),
         targets=_joined(tokens[at] for tokens, at in zip(sequences, responses, strict=True)),
         sample=owner,

@@ -66,10 +66,10 @@ SHAPE = PUBLISHED["qwen3-0.6b"]
 
 
 def test_rate_and_waiting_follow_plan_and_timers() -> None:
-    rows = SimpleNamespace(
+    minibatch = SimpleNamespace(
         lengths=np.array([128, 256]), shared_length=np.array([0, 100]), response_length=np.array([28, 56])
     )
-    plan = SimpleNamespace(minibatches=[SimpleNamespace(samples=rows)])
+    plan = SimpleNamespace(minibatches=[minibatch])
     seconds = {
         "perf/step_time": 8.0,
         "perf/rollout_time": 4.0,

@@ -47,6 +47,11 @@ def check(pack: Pack, **expected: list[Any]) -> None:
     assert {name: getattr(pack, name).tolist() for name in expected} == expected
 
 
+def test_padding_counts_among_the_segments() -> None:
+    assert pack_of(sample(2, 3), capacity=64).max_seqlen == 59
+    assert pack_of(capacity=64).max_seqlen == 64
+
+
 def test_pack_of_two_samples_written_out() -> None:
     pack = pack_of(sample(2, 3, advantage=0.5, scale=0.1), sample(1, 2, first=10, version=3), capacity=12, align=2)
     assert pack.max_seqlen == 6
