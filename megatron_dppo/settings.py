@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -76,19 +77,26 @@ def load_whole(path: str | None, overrides: Sequence[str], values: Mapping[str, 
     Raises:
         MistakesError: for all that is wrong with the file and the overrides.
     """
+    sources = [
+        partial(_from_file, path),
+        *(partial(_from_override, override) for override in overrides),
+        partial(_from_python, values or {}),
+    ]
+    given: dict[str, Any] = {}
     tree: dict[str, Any] = {}
-    mistakes = []
-    try:
-        tree = {} if path is None else _read(path)
-    except UserError as error:
-        mistakes.append(error)
-    given = [partial(_lay, tree, key, _plain_value(value)) for key, value in flattened(values or {})]
-    for apply in (*(partial(_apply, tree, override) for override in overrides), *given):
+    mistakes: list[UserError] = []
+    for read in sources:
         try:
-            apply()
+            given |= read()
         except UserError as error:
             mistakes.append(error)
-    tree = _checked(tree, "", mistakes)
+    for key, value in given.items():
+        if len(mistakes) >= MOST_MISTAKES:
+            break
+        try:
+            _set(tree, key, value)
+        except UserError as error:
+            mistakes.append(error)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -120,20 +128,23 @@ def _leaves(section: type[Section], prefix: str) -> Iterator[Setting]:
 
 
 MOST_MISTAKES = 20
-"""After so many, the rest of a file is not looked at."""
+"""After so many, the remaining settings are not checked."""
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of settings in nested sections, and their values, of which some are mappings, too."""
+def flattened(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys in nested sections, and their values. A null section, whose lines are all comments, has
+    none."""
     for name, value in tree.items():
         key = f"{prefix}{name}"  # YAML reads some names as numbers and the like
-        if isinstance(value, Mapping) and key not in settings():
-            yield from flattened(value, f"{key}.")
+        if key in sections() and isinstance(value, Mapping | None):
+            yield from flattened(value or {}, f"{key}.")
         else:
             yield key, value
 
 
-def _read(path: str) -> dict[str, Any]:
+def _from_file(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -144,11 +155,21 @@ def _read(path: str) -> dict[str, Any]:
         tree = yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError("CONFIG", path, f"is not YAML: {_where(error)}", "mend that line") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
+    if not isinstance(tree, Mapping | None):
         raise UserError("CONFIG", path, "holds no sections", "write sections and settings, as the files in configs/ do")
-    return tree
+    return dict(flattened(tree or {}))
+
+
+def _from_override(override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise UserError("override", override, "has no value", "write it as section.setting=value")
+    setting = settings().get(key.strip())
+    return {key.strip(): _value(setting, text) if setting else text}
+
+
+def _from_python(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain_value(value) for key, value in flattened(values)}
 
 
 def _where(error: Exception) -> str:
@@ -157,32 +178,29 @@ def _where(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _checked(tree: Mapping[Any, Any], prefix: str, mistakes: list[UserError]) -> dict[Any, Any]:
-    """The tree with ``{}`` for null sections, which are those all of whose lines are commented out.
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a setting in nested sections.
 
-    Leaves out what it adds to ``mistakes``: keys that are no settings, text that no file can hold, booleans for
-    anything else and anything else for booleans: pydantic reads ``true`` as 1, and ``yes`` as true. Sections that hold
-    no mapping are left to pydantic.
+    Raises:
+        UserError: the key is no setting; or the value is one that pydantic would take, or could not name: a boolean for
+            anything else, anything else for a boolean (pydantic reads ``true`` as 1, and ``yes`` as true), text that no
+            file can hold.
     """
-    checked: dict[Any, Any] = {}
-    for name, value in tree.items():
-        if len(mistakes) >= MOST_MISTAKES:
-            break
-        key = f"{prefix}{name}"
-        if key in sections():
-            whole = not isinstance(value, Mapping)
-            checked[name] = {} if value is None else value if whole else _checked(value, key + ".", mistakes)
-        elif key not in settings():
-            mistakes.append(_unknown(key, value))
-        elif isinstance(value, bool) != (settings()[key].type is bool):
-            problem = "is true or false" if isinstance(value, bool) else "is neither true nor false"
-            mistakes.append(_wrong(settings()[key], value, problem))
-        elif not _is_writable(value):
-            problem = "holds a character that no file can hold, null or half of another one"
-            mistakes.append(UserError(key, short(ascii(value)), problem, "take it out"))
-        else:
-            checked[name] = _listed(settings()[key], value)
-    return checked
+    if key in sections():
+        first = next(each for each in settings() if each.startswith(f"{key}."))
+        raise UserError(key, short(value), "is a section, and holds settings", f"write {first} and so on")
+    if key not in settings():
+        raise _unknown(key, value)
+    setting = settings()[key]
+    if isinstance(value, bool) != (setting.type is bool):
+        raise _wrong(setting, value, "is true or false" if isinstance(value, bool) else "is neither true nor false")
+    if not _is_writable(value):
+        problem = "holds a character that no file can hold, null or half of another one"
+        raise UserError(key, short(ascii(value)), problem, "take it out")
+    *path, leaf = key.split(".")
+    for name in path:
+        tree = tree.setdefault(name, {})
+    tree[leaf] = _listed(setting, value)
 
 
 def _listed(setting: Setting, value: Any) -> Any:
@@ -239,32 +257,6 @@ def nearest(key: str) -> list[str]:
     return [best] if likeness(best) > 0.65 else []
 
 
-def _first_in(section: str) -> str:
-    return next(key for key in settings() if key.startswith(section + "."))
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise UserError("override", override, "has no value", "write it as section.setting=value")
-    setting = settings().get(key.strip())
-    _lay(tree, key.strip(), _value(setting, text) if setting else text)
-
-
-def _lay(tree: dict[str, Any], key: str, value: Any) -> None:
-    if key not in settings():
-        if key in sections():
-            remedy = f"override {_first_in(key)} and so on, one by one"
-            raise UserError(key, short(value), "is a section, not a setting", remedy)
-        raise _unknown(key, value)
-    *path, leaf = key.split(".")
-    for name in path:
-        inner = tree.get(name)
-        tree[name] = inner = dict(inner) if isinstance(inner, Mapping) else {}
-        tree = inner
-    tree[leaf] = value
-
-
 def _plain_value(value: Any) -> Any:
     """A value from Python in the types of YAML, as far as it has one of NumPy's or a path."""
     if isinstance(value, Mapping):
@@ -310,30 +302,22 @@ def _with_nulls(value: Any) -> Any:
     return [{k: None if v == "null" else v for k, v in e.items()} if isinstance(e, dict) else e for e in value]
 
 
-def _explain(error: ValidationError) -> list[UserError]:
-    """One error for each setting or section that is wrong."""
-    wrong: dict[str, list[ErrorDetails]] = {}
+def _explain(error: ValidationError) -> Iterator[UserError]:
+    """Yield one error for each setting that is wrong."""
+    wrong: dict[str, ErrorDetails] = {}
     for each in error.errors():
         names = [str(part) for part in each["loc"]]
-        while names and ".".join(names) not in settings() and ".".join(names) not in sections():
-            names.pop()  # the place inside a list
-        wrong.setdefault(".".join(names), []).append(each)
-    return [_explained(key, details) for key, details in wrong.items()]
-
-
-def _explained(key: str, details: Sequence[ErrorDetails]) -> UserError:
-    if key not in settings():
-        remedy = f"write {_first_in(key)} and so on under it"
-        return UserError(key, short(details[0]["input"]), "is a section, and holds settings", remedy)
-    # Of a setting that may be of several types, the error that got farthest is of the type that was meant.
-    first = max(details, key=lambda each: len(each["loc"]))
-    problem = first["msg"][0].lower() + first["msg"][1:]
-    problem = problem.replace("input should be", "should be").removeprefix("value error, ")
-    if first["type"] == "literal_error":  # the remedy lists them
-        problem = "is none of its values"
-    if len(first["loc"]) > key.count(".") + 2 and isinstance(inside := first["loc"][-1], str):
-        problem = f"{inside}: {problem}"
-    return _wrong(settings()[key], first["input"], problem)
+        key = next(key for key in accumulate(names, "{}.{}".format) if key in settings())
+        # Of a setting that may be of several types, the error that got farthest is of the type that was meant.
+        if key not in wrong or len(names) > len(wrong[key]["loc"]):
+            wrong[key] = each
+    for key, details in wrong.items():
+        problem = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if details["type"] == "literal_error":  # the remedy lists them
+            problem = "is none of its values"
+        if len(details["loc"]) > key.count(".") + 2 and isinstance(inside := details["loc"][-1], str):
+            problem = f"{inside}: {problem}"
+        yield _wrong(settings()[key], details["input"], problem)
 
 
 def _wrong(setting: Setting, value: object, problem: str) -> UserError:

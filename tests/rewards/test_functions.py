@@ -239,7 +239,7 @@ def test_invalid_scores_of_a_sum_name_the_function(file: Path) -> None:
     [
         (["function: exact", "function: a.py:exact"], "names exact more than once"),
         (["function: a.py:errors"], "names a metric errors, which counts failures"),
-        (["function: exact, wieght: 2"], "wieght: extra inputs are not permitted"),
+        (["function: exact, wieght: 2"], "wieght: Extra inputs are not permitted"),
         (["function: exact, weight: inf"], "weight: should be a finite number"),
     ],
 )
