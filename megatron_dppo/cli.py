@@ -201,7 +201,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
         print(as_yaml(config), end="")
         return 0
     if chosen.command == "probe-batch":
-        return _probe_batch(config, words, steps=chosen.steps, as_json=chosen.json)
+        return _probe_batch(config, steps=chosen.steps, as_json=chosen.json)
     if chosen.command == "launch":
         from megatron_dppo.launch.job import launch
 
@@ -225,7 +225,7 @@ def _run_settings(chosen: argparse.Namespace, words: Sequence[str]) -> int:
     return run(chosen.command, config)
 
 
-def _probe_batch(config: Config, words: Sequence[str], *, steps: int, as_json: bool) -> int:
+def _probe_batch(config: Config, *, steps: int, as_json: bool) -> int:
     if steps < LEAST_STEPS:
         problem = (
             f"is too few: the prompt predictor learns from the first {LEAST_STEPS - 2}, and intervals require 2 more"
@@ -234,17 +234,9 @@ def _probe_batch(config: Config, words: Sequence[str], *, steps: int, as_json: b
     if config.rollout.prompts_per_step < 2:
         problem = "has no halves, whose gradients the noise scale compares"
         raise UserError("rollout.prompts_per_step", config.rollout.prompts_per_step, problem, "Set it to 2 or more")
-    from megatron_dppo.launch.rank import LAUNCHER
-    from megatron_dppo.launch.start import run_again
-    from megatron_dppo.trainer.preflight import preflight
+    from megatron_dppo.launch.start import run
 
-    if LAUNCHER not in os.environ:  # before any rank starts
-        preflight(config, "probe-batch")
-
-    def job(config: Config) -> None:
-        resolve_name("megatron_dppo.probe_batch:probe_batch")(config, steps=steps, as_json=as_json)
-
-    return run_again(["probe-batch", *words, f"--steps={steps}", *["--json"] * as_json], config, job)
+    return run("probe-batch", config, {"steps": steps, "as_json": as_json})
 
 
 def read_config(words: Sequence[str]) -> Config:

@@ -1,4 +1,5 @@
-"""One rank of a run: ``python -m megatron_dppo.launch.rank JOB CONFIG``, started by the launcher, torchrun or srun.
+"""One rank of a run, started by the launcher (``python -m megatron_dppo.launch.rank JOB CONFIG OPTIONS``), torchrun or
+srun.
 
 However a rank fails, one message is seen, every rank ends, and the exit code says which kind it was: 2 for what the
 user can mend, 1 for a crash, 75 for a run that was asked to stop and has saved. Only a job that reached its end exits
@@ -9,16 +10,17 @@ ends says nothing: the launcher, torchrun or srun names it.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_dppo.config import Config
 from megatron_dppo.errors import StandstillError, UserError, error_text
@@ -38,8 +40,12 @@ JOBS = {
     "train": "megatron_dppo.train:train",
     "sft": "megatron_dppo.sft:sft",
     "eval": "megatron_dppo.eval:evaluate_model",
+    "probe-batch": "megatron_dppo.probe_batch:probe_batch",
 }
 """Jobs of a rank, besides any ``module:function`` that takes a Config."""
+
+Options = Mapping[str, Any]
+NO_OPTIONS: Options = {}
 
 _reported: list[BaseException] = []
 """Errors of failed jobs. Their frames stay: when Python discards a user's coroutine, the coroutine may loop forever."""
@@ -56,7 +62,13 @@ LOST = re.compile(
 """Libraries' messages when the other end of a connection has gone."""
 
 
-def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Callable[[], None] | None = None) -> int:
+def rank_main(
+    job: str | Callable[..., None],
+    config: Config,
+    options: Options = NO_OPTIONS,
+    *,
+    first: Callable[[], None] | None = None,
+) -> int:
     """Run a job as one rank of the process group that the environment describes. Returns the exit code.
 
     With more than one rank a failing rank does not return but ends its process: there may be no way out through a
@@ -65,6 +77,7 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
     Args:
         job: a function, ``module:function``, or a key of ``JOBS``.
         config: what the job is given.
+        options: named arguments of the job.
         first: called before it; its errors are reported in the same way.
     """
     outlive_readers()
@@ -78,7 +91,8 @@ def rank_main(job: str | Callable[[Config], None], config: Config, *, first: Cal
         with _exits_reported(failure):
             if first is not None:
                 first()
-            _function(job)(config)
+            function = resolve_name(JOBS.get(job, job)) if isinstance(job, str) else job
+            function(config, **options)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # torch's errors of distributed checkpoints, and SystemExit, are no Exceptions
@@ -124,11 +138,6 @@ def _exits_reported(failure: FirstFailure) -> Iterator[None]:
         yield
     finally:
         os._exit, lifetime.leave = leave, said
-
-
-def _function(job: str | Callable[[Config], None]) -> Callable[[Config], None]:
-    function: Callable[[Config], None] = resolve_name(JOBS.get(job, job)) if isinstance(job, str) else job
-    return function
 
 
 def set_environment(config: Config) -> None:
@@ -209,19 +218,13 @@ def _name() -> str:
     return f"rank {os.environ['RANK']} of {size}" if size > 1 else "the run"
 
 
-def obey_launcher() -> None:
-    """End when a signal says so, and with our own launcher, if it started this rank."""
+def main(job: str, config: str, options: str = "{}") -> int:
+    """Run a rank that our own launcher started, and that has checked the configuration."""
     # A rank in a collective never gets to run Python's handler; and the launcher says what a signal meant.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    if LAUNCHER in os.environ:
-        die_with(int(os.environ[LAUNCHER]))
-
-
-def main(job: str, config: str) -> int:
-    """A rank that our own launcher started; what is wrong with the configuration was found there."""
-    obey_launcher()
-    return rank_main(job, load_config(config, ()))
+    die_with(int(os.environ[LAUNCHER]))
+    return rank_main(job, load_config(config, ()), json.loads(options))
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from megatron_dppo.config.types import TRAINING, Command
 from megatron_dppo.errors import MistakesError, UserError
 from megatron_dppo.launch.job import servers_per_node
 from megatron_dppo.launch.processes import FirstFailure, run_ranks
-from megatron_dppo.launch.rank import LAUNCHER, obey_launcher, rank_main, set_environment
+from megatron_dppo.launch.rank import LAUNCHER, NO_OPTIONS, Options, rank_main, set_environment
 from megatron_dppo.parallel.layout import layout_text, resolve_layout
 from megatron_dppo.parallel.meeting import LOOPBACK
 from megatron_dppo.process.files import open_more_files, refuse_if_held
@@ -37,48 +38,31 @@ from megatron_dppo.trainer.preflight import (
 )
 
 
-def run(command: Command, config: Config) -> int:
+def run(command: Command, config: Config, options: Options = NO_OPTIONS) -> int:
     """Run a command to its end and return the exit code of the process.
 
     Where torchrun or srun started this process, it is one rank among theirs. Else the ranks are started here.
+
+    Args:
+        command: key of ``JOBS``.
+        config: as the ranks read it.
+        options: of the command, besides settings.
 
     Raises:
         UserError: for what can be seen to be wrong before a rank starts.
     """
     prepare_environment(config)
     if is_rank():
-        return rank_main(command, config, first=lambda: _look_first(command, config))
+        return rank_main(command, config, options, first=lambda: _look_first(command, config))
     ranks = ranks_to_start(command, config)
     if ranks == 1:
         os.environ.update(_alone())
         try:
-            return rank_main(command, config)
+            return rank_main(command, config, options)
         except KeyboardInterrupt:
             _say_what_is_left(command, config)
             raise
-    return start_ranks(command, config, ranks)
-
-
-def run_again(words: Sequence[str], config: Config, job: Callable[[Config], None]) -> int:
-    """:func:`run` for a command of more than settings: each rank is this command anew, and comes here again.
-
-    Args:
-        words: of the command line.
-        config: of which the layout, and what else a rank's environment depends on, is read.
-        job: what a rank does.
-    """
-    prepare_environment(config)
-    if is_rank():
-        obey_launcher()
-        return rank_main(job, config)
-    ranks = ranks_of(config.layout, reserved=gpus_to_reserve(config.rollout))
-    if ranks == 1:
-        os.environ.update(_alone())
-        return rank_main(job, config)
-    with tempfile.TemporaryDirectory(prefix="megatron-dppo-") as folder:
-        marker = Path(folder, "failure")
-        command = [sys.executable, "-m", "megatron_dppo", *words]
-        return run_ranks(command, {**os.environ, **_for_ranks(ranks, marker)}, ranks, FirstFailure(marker))
+    return start_ranks(command, config, ranks, options=options)
 
 
 def prepare_environment(config: Config) -> None:
@@ -140,6 +124,7 @@ def start_ranks(
     ranks: int,
     meanwhile: Callable[[], None] = lambda: None,
     failed: Callable[[str], object] = lambda text: None,
+    options: Options = NO_OPTIONS,
 ) -> int:
     """Run a job on so many ranks of this machine; returns when all of them have ended.
 
@@ -152,6 +137,7 @@ def start_ranks(
         ranks: processes, with LOCAL_RANK 0, 1, …
         meanwhile: called here, several times a second, while they run.
         failed: called with the reason, as it was printed, if a rank fails.
+        options: named arguments of the job besides the Config, as JSON has them.
 
     Returns:
         0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
@@ -159,9 +145,10 @@ def start_ranks(
     with tempfile.TemporaryDirectory(prefix="megatron-dppo-") as folder:
         marker, settings = Path(folder, "failure"), Path(folder, "config.yaml")
         settings.write_text(as_yaml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "megatron_dppo.launch.rank", job, str(settings)]
-        environ = {**os.environ, **_for_ranks(ranks, marker)}
-        code = run_ranks(command, environ, ranks, failure := FirstFailure(marker), meanwhile)
+        command = [sys.executable, "-m", "megatron_dppo.launch.rank", job, str(settings), json.dumps(options)]
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+        ours = {MARKER: str(marker), LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": threads}
+        code = run_ranks(command, {**os.environ, **ours}, ranks, failure := FirstFailure(marker), meanwhile)
         if code:
             failed(failure.said())
     if code == 128 + signal.SIGINT:
@@ -180,12 +167,6 @@ def _say_what_is_left(job: str, config: Config) -> None:
     else:
         kept = f"the same command goes on from step {step} of {config.run.steps}, the last checkpoint in {checkpoints}"
     tell(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends")
-
-
-def _for_ranks(ranks: int, marker: Path) -> dict[str, str]:
-    ours = {MARKER: str(marker), LAUNCHER: str(os.getpid())}
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
-    return ours | {"OMP_NUM_THREADS": threads}
 
 
 def _alone() -> dict[str, str]:
