@@ -1,36 +1,11 @@
-"""Kinds of layers of a policy, and the costs of a gated delta network."""
+"""Costs of a gated delta network."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator
-
-from megatron_dppo.bridge.mapping import Entry
-from megatron_dppo.config import LayoutConfig
 from megatron_dppo.models.shape import PolicyShape
-from megatron_dppo.parallel.layout import stage_layers
 
 DELTA_CHUNK = 64
 """Tokens of a chunk in flash-linear-attention."""
-
-
-def kinds_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> list[str]:
-    """Kinds of these layers."""
-    return [shape.layer_types[layer] for layers in stage_layers(shape.num_layers, stage, layout) for layer in layers]
-
-
-def thin(shape: PolicyShape) -> PolicyShape:
-    """One that has all that differs, because a mixture has thousands of entries."""
-    return dataclasses.replace(shape, num_layers=shape.attention_interval, experts=min(shape.experts, 1), tied=True)
-
-
-def of_each_kind(entries: Iterable[Entry], shape: PolicyShape) -> Iterator[tuple[Entry, str]]:
-    """Entries of the first layer of each kind, and those outside the layers, with the kind or nothing."""
-    kinds = shape.layer_types
-    for entry in entries:
-        kind = "" if entry.layer is None else kinds[entry.layer]
-        if entry.layer is None or kinds.index(kind) == entry.layer:
-            yield entry, kind
 
 
 def delta_elements(shape: PolicyShape) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_dppo.bridge.mapping import EMBEDDING, adapter_entries, entries
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, LoraConfig
 from megatron_dppo.estimate.assumptions import GIB
-from megatron_dppo.estimate.layers import delta_elements, kinds_of_stage, of_each_kind, thin
+from megatron_dppo.estimate.layers import delta_elements
 from megatron_dppo.estimate.workload import Setup, packs_of, unpruned
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, published, read_shape
@@ -41,11 +41,6 @@ class Parameters:
     head: int
     """Weights of the output layer, which only response tokens go through."""
 
-    @property
-    def unit(self) -> tuple[float, str]:
-        """In which their number is said, and its name."""
-        return (1e9, "billion") if self.total >= 1e8 else (1e6, "million")
-
 
 @dataclass(frozen=True, slots=True)
 class RankElements:
@@ -63,7 +58,7 @@ class RankElements:
 @cache
 def parameters_of(shape: PolicyShape) -> Parameters:
     """Count a policy's weights."""
-    sizes = _sizes(shape, tp=1, etp=1, padded=False)
+    sizes = _sizes(shape)
     experts = shape.experts * sizes.expert * shape.num_layers
     outside = sizes.embedding if shape.tied else 2 * sizes.embedding
     total = outside + sizes.norm + sum(map(sizes.layers.__getitem__, shape.layer_types)) + experts
@@ -72,30 +67,19 @@ def parameters_of(shape: PolicyShape) -> Parameters:
 
 
 @cache
-def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig) -> RankElements:
-    """Weights that a rank of a pipeline stage holds."""
-    sizes = _sizes(shape, tp=layout.tp, etp=layout.expert_tp, padded=True)
-    layers = layers_of_stage(shape, stage, layout)
-    dense = sum(sizes.layers[kind] for kind in kinds_of_stage(shape, stage, layout))
+def rank_elements(shape: PolicyShape, stage: int, layout: LayoutConfig, lora: LoraConfig | None = None) -> RankElements:
+    """Weights that a rank of a pipeline stage holds: the policy's, or those of its adapters."""
+    sizes = _sizes(shape, layout, lora)
+    dense = sum(
+        sizes.layers[shape.layer_types[layer]]
+        for layers in stage_layers(shape.num_layers, stage, layout)
+        for layer in layers
+    )
     if stage == 0:
         dense += sizes.embedding
     if stage == layout.pp - 1:
         dense += sizes.norm + (0 if shape.tied and stage == 0 else sizes.embedding)
-    return RankElements(dense, shape.experts // layout.ep * sizes.expert * layers)
-
-
-def adapter_elements(shape: PolicyShape, lora: LoraConfig, stage: int, layout: LayoutConfig) -> RankElements:
-    """Weights of the adapters that a rank of a pipeline stage holds. One expert and one layer of each kind are counted
-    here, too."""
-    dense: dict[str, int] = dict.fromkeys(shape.layer_types, 0)
-    expert = 0
-    for entry, kind in of_each_kind(adapter_entries(thin(shape), lora), shape):
-        size = prod(entry.shard_shape(entry.parts(layout)))
-        dense[kind] += size * (entry.expert is None)
-        expert += size * (entry.expert is not None and entry.layer == 0)
-    layers = layers_of_stage(shape, stage, layout)
-    held = sum(dense[kind] for kind in kinds_of_stage(shape, stage, layout))
-    return RankElements(held, shape.experts // layout.ep * expert * layers)
+    return RankElements(dense, shape.experts // layout.ep * sizes.expert * layers_of_stage(shape, stage, layout))
 
 
 def layers_of_stage(shape: PolicyShape, stage: int, layout: LayoutConfig) -> int:
@@ -117,20 +101,27 @@ class _Sizes:
 
 
 @cache
-def _sizes(shape: PolicyShape, *, tp: int, etp: int, padded: bool) -> _Sizes:
-    """One expert and one layer of each kind are counted and multiplied."""
-    layers: dict[str, int] = dict.fromkeys(shape.layer_types, 0)
+def _sizes(shape: PolicyShape, layout: LayoutConfig | None = None, lora: LoraConfig | None = None) -> _Sizes:
+    """Count one expert and one layer of each kind, because a mixture has thousands of entries.
+
+    Args:
+        shape: of the policy.
+        layout: that cuts the weights; None: all weights, without the padding of the vocabulary.
+        lora: count its adapters.
+    """
+    kinds = shape.layer_types
+    thin = dataclasses.replace(shape, num_layers=shape.attention_interval, experts=min(shape.experts, 1), tied=True)
+    layers: dict[str, int] = dict.fromkeys(kinds, 0)
     found = {"embedding": 0, "norm": 0, "expert": 0}
-    for entry, kind in of_each_kind(entries(thin(shape)), shape):
-        of_expert = entry.expert is not None
-        entry = dataclasses.replace(entry, shape=shape)
-        size = prod(entry.shard_shape(etp if of_expert else tp)) if padded else entry.elements
-        if of_expert:
-            found["expert"] += size if entry.layer == 0 else 0
-        elif kind:
-            layers[kind] += size
-        else:
+    for entry in adapter_entries(thin, lora) if lora else entries(thin):
+        whole = dataclasses.replace(entry, shape=shape)
+        size = prod(whole.shard_shape(whole.parts(layout))) if layout else whole.elements
+        if entry.layer is None:
             found["embedding" if entry.mapping is EMBEDDING else "norm"] += size
+        elif entry.expert is None:
+            layers[kinds[entry.layer]] += size * (kinds.index(kinds[entry.layer]) == entry.layer)
+        elif entry.layer == 0:
+            found["expert"] += size
     return _Sizes(layers=layers, **found)
 
 
@@ -239,7 +230,7 @@ def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
     """Bytes that a rank holds during the whole run, exact except for the padding of buffers."""
     config, placement = setup.config, setup.placement
     elements, lora = rank_elements(setup.shape, stage, placement.layout), config.model.lora
-    adapters = adapter_elements(setup.shape, lora, stage, placement.layout) if lora.rank else RankElements(0, 0)
+    adapters = rank_elements(setup.shape, stage, placement.layout, lora) if lora.rank else RankElements(0, 0)
     trained = adapters if lora.rank else elements
     # Two moments, and a master copy where the weights are not fp32 themselves.
     state = 12 if config.model.dtype == "bf16" else 8
@@ -267,7 +258,7 @@ def _teacher_bytes(setup: Setup, stage: int) -> float:
     largest = max(shapes, key=lambda shape: weights[shape])
     heads = 0
     if stage == layout.pp - 1:
-        sizes = [_sizes(shape, tp=layout.tp, etp=layout.expert_tp, padded=True).embedding for shape in shapes]
+        sizes = [_sizes(shape, layout).embedding for shape in shapes]
         heads = sum(sizes) - sizes[shapes.index(largest)]
     return float(setup.width * (weights[largest] + heads + states * max(shape.hidden for shape in shapes)))
 
@@ -302,8 +293,8 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imba
     """
     shape, layout = setup.shape, setup.placement.layout
     kept = {
-        "none": _layer(setup, saved, imbalance),
-        "selective": layer_elements(shape, layout, saved) - feed_forward_elements(shape, layout, saved),
+        "none": mixer_elements(shape, layout, saved) + feed_forward_elements(shape, layout, saved, imbalance),
+        "selective": mixer_elements(shape, layout, saved),
         "full": shape.hidden / shared_ranks(layout),
     }[setup.config.model.recompute]
     kept *= layers_of_stage(shape, stage, layout) / layout.vpp * chunks_in_flight(stage, layout, packs)
@@ -314,7 +305,7 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imba
     return _token_bytes(setup) * kept
 
 
-def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float = 1.0) -> float:
+def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
     """Bytes that a layer takes beside what is kept for backward passes: what is recomputed, and tensors that soon go.
 
     These are the gradient of the layer's output and SwiGLU's gradient, which is twice the feed-forward width, less the
@@ -322,20 +313,15 @@ def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float = 1.0) -> flo
     tokens: as sent, received and returned.
     """
     shape, layout = setup.shape, setup.placement.layout
+    feed_forward = feed_forward_elements(shape, layout, saved, imbalance)
     again = {
         "none": 0.0,
-        "selective": feed_forward_elements(shape, layout, saved, imbalance),
-        "full": _layer(setup, saved, imbalance),
+        "selective": feed_forward,
+        "full": mixer_elements(shape, layout, saved) + feed_forward,
     }[setup.config.model.recompute]
     swiglu = shape.ffn * (shape.experts_per_token or 1) / layout.tp
     passing = max(swiglu, 3 * shape.hidden * shape.experts_per_token * layout.expert_tp / layout.tp)
     return _token_bytes(setup) * (again + shape.hidden / shared_ranks(layout) + passing * imbalance)
-
-
-def _layer(setup: Setup, saved: Saved, imbalance: float) -> float:
-    """:func:`layer_elements` with uneven experts."""
-    uneven = partial(feed_forward_elements, setup.shape, setup.placement.layout, saved)
-    return layer_elements(setup.shape, setup.placement.layout, saved) + uneven(imbalance) - uneven(1.0)
 
 
 def _token_bytes(setup: Setup) -> float:
@@ -343,14 +329,15 @@ def _token_bytes(setup: Setup) -> float:
     return setup.config.pack.max_tokens / setup.placement.layout.cp * setup.width
 
 
-def layer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
-    """Elements that one layer keeps of one token for its backward pass; of a hybrid policy, a layer on average."""
+def mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
+    """Elements that the norms and the attention of one layer keep of one token for its backward pass; of a hybrid
+    policy, a layer on average."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     gate = queries if shape.hybrid else 0
     attention = (saved.queries * queries + saved.keys * keys + gate) / layout.tp + 4 * shape.head_dim
     share = 1 / shape.attention_interval
     attention = share * attention + (1 - share) * delta_elements(shape) / layout.tp
-    return saved.norms * shape.hidden / shared_ranks(layout) + attention + feed_forward_elements(shape, layout, saved)
+    return saved.norms * shape.hidden / shared_ranks(layout) + attention
 
 
 def shared_ranks(layout: LayoutConfig) -> int:
@@ -369,7 +356,7 @@ def head_chunk_bytes(setup: Setup) -> float:
     return (setup.config.model.head_chunk_mib or HEAD_CHUNK_MIB["cuda"]) * 2.0**20
 
 
-def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float = 1.0) -> float:
+def feed_forward_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved, imbalance: float) -> float:
     """Elements that the feed-forward part of a layer keeps of one token, without its input.
 
     With experts, the tokens that a rank sends away are as many as it is sent, if the experts are chosen alike. All

@@ -21,7 +21,6 @@ from megatron_dppo.estimate.search import Change
 from megatron_dppo.estimate.servers import ServerMemory, memories
 from megatron_dppo.estimate.time import StepTime, measured_variance, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
-from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.trainer.preflight import Disk, check_config, disk_needed
 
 
@@ -68,19 +67,18 @@ class Plan:
         return self.unpruned.seconds / self.pruned.seconds
 
 
-def make_plan(config: Config, assume: Assumptions, shape: PolicyShape | None = None) -> Plan:
+def make_plan(config: Config, assume: Assumptions) -> Plan:
     """Plan a run.
 
     Args:
         config: of the run.
         assume: what it does not say.
-        shape: of another policy than its own.
 
     Raises:
         UserError: for settings that contradict each other, and a layout that divides neither policy nor cluster.
     """
     check_config(config)
-    shape = shape or shape_of(config.model.path)
+    shape = shape_of(config.model.path)
     setup = Setup(config, shape, place(config, shape), assume)
     actor, server = memories(setup)
     may_use_te = config.model.dtype == "bf16" and config.model.spec != "torch"

@@ -93,7 +93,7 @@ def _proposed(each: Proposal) -> Iterator[str]:
 def as_text(made: Plan) -> Iterator[str]:
     """The lines of the report."""
     config, placement, parameters = made.config, made.placement, made.parameters
-    unit, word = parameters.unit
+    unit, word = (1e9, "billion") if parameters.total >= 1e8 else (1e6, "million")
     active = f", {parameters.active / unit:.2f} in use for a token" if parameters.active < parameters.total else ""
     yield f"{config.model.path}: {parameters.total / unit:.2f} {word} parameters{active}"
     train = f"{placement.ranks} train ({layout_text(placement.layout)})"

@@ -6,12 +6,10 @@ import re
 import pytest
 
 from megatron_dppo.estimate.assumptions import Assumptions
-from megatron_dppo.estimate.memory import shape_of
 from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.estimate.search import search
 from megatron_dppo.estimate.time import VARIANCES, _decode_step, measured_variance
 from megatron_dppo.estimate.workload import packs_of
-from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
 from tests.estimate.planned import of, plan, setup
@@ -40,11 +38,10 @@ def test_variances_equal_the_measured_ones() -> None:
     assert expected | {(1.0, 1.0): (1.0, 1.0)} == VARIANCES
 
 
-@pytest.mark.parametrize("shape", [None, shape_of("Qwen/Qwen3-0.6B")], ids=["of the file", "another"])
-def test_efficiency_compares_with_a_batch_of_equal_noise(shape: PolicyShape | None) -> None:
+def test_efficiency_compares_with_a_batch_of_equal_noise() -> None:
     off = ("pruning.prompts.rule=none", "pruning.completions.rule=none")
     pruned, half = of("rollout.prompts_per_step=64"), of("rollout.prompts_per_step=32", *off)
-    made, smaller = (make_plan(each, Assumptions(variance=2.0), shape) for each in (pruned, half))
+    made, smaller = (make_plan(each, Assumptions(variance=2.0)) for each in (pruned, half))
     assert made.efficiency is not None
     assert made.efficiency[0] == pytest.approx(smaller.pruned.seconds / made.pruned.seconds)
     unpruned = plan(*off)
