@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_dppo.estimate.layers import delta_flops
 from megatron_dppo.estimate.memory import (
     head_chunk_bytes,
@@ -22,6 +24,7 @@ from megatron_dppo.estimate.memory import (
     vocabulary_rows,
 )
 from megatron_dppo.estimate.workload import MeanPack, Setup, mean_pack
+from megatron_dppo.rl.types import Floats
 
 PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
 """Share of the data sheet's rates that large products (cuBLAS on an H100: 650 to 750 TFLOP/s), streaming kernels, and
@@ -110,27 +113,19 @@ context-parallel ranks, of a pack's loss."""
 class Seconds(NamedTuple):
     """Seconds of a rank."""
 
-    kernels: float = 0.0
-    messages: float = 0.0
+    kernels: float
+    messages: float
     """Messages of tensor, context and pipeline parallelism."""
-    exchange: float = 0.0
+    exchange: float
     """The way of tokens to the experts and back."""
 
     @property
     def total(self) -> float:
         return sum(self)
 
-    def times(self, count: float) -> Seconds:
-        return Seconds(*(count * each for each in self))
 
-
-def together(*parts: Seconds) -> Seconds:
-    """The sum."""
-    return Seconds(*map(sum, zip(*parts, strict=True)))
-
-
-Pair = tuple[Seconds, Seconds]
-"""A forward and a backward pass."""
+FORWARD, BACKWARD = 0, 1
+"""Rows of an array of :class:`Seconds`, [2, 3], and of an array of their kernels or messages, [2]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +143,20 @@ def stage_passes(setup: Setup) -> list[Passes]:
     layout, pack = setup.placement.layout, mean_pack(setup)
     attention, feed_forward = _attention(setup, pack), (_experts if setup.shape.experts else _dense)(setup, pack)
     if setup.shape.hybrid:
-        share, pairs = 1 / setup.shape.attention_interval, zip(attention, _delta_net(setup, pack), strict=True)
-        forward, backward = (together(one.times(share), other.times(1 - share)) for one, other in pairs)
-        attention = forward, backward
-    forward, backward = together(attention[0], feed_forward[0]), together(attention[1], feed_forward[1])
-    again = {"none": Seconds(), "selective": feed_forward[0], "full": forward}[setup.config.model.recompute]
-    backward, found = together(backward, again), []
+        share = 1 / setup.shape.attention_interval
+        attention = share * attention + (1 - share) * _delta_net(setup, pack)
+    layer = attention + feed_forward
+    if setup.config.model.recompute != "none":
+        layer[BACKWARD] += layer[FORWARD] if setup.config.model.recompute == "full" else feed_forward[FORWARD]
+    found = []
     for stage in range(layout.pp):
-        layers, ends = layers_of_stage(setup.shape, stage, layout), [_neighbours(setup, pack, stage)]
-        ends += [_embedding(setup, pack)] * (stage == 0) + [_head(setup, pack)] * (stage == layout.pp - 1)
-        once = together(forward.times(layers), *(end[0] for end in ends))
-        found.append(Passes(once, together(once, backward.times(layers), *(end[1] for end in ends))))
+        seconds = layers_of_stage(setup.shape, stage, layout) * layer + _neighbours(setup, pack, stage)
+        if stage == 0:
+            seconds += _embedding(setup, pack)
+        if stage == layout.pp - 1:
+            seconds += _head(setup, pack)
+        forward, update = seconds[FORWARD].tolist(), seconds.sum(axis=0).tolist()
+        found.append(Passes(Seconds(*forward), Seconds(*update)))
     return found
 
 
@@ -188,7 +186,7 @@ def reduction_seconds(setup: Setup, stage: int) -> float:
 # Layers
 
 
-def _attention(setup: Setup, pack: MeanPack) -> Pair:
+def _attention(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, projections, norms and rotary embedding of queries and keys, attention, residual."""
     shape, layout = setup.shape, setup.placement.layout
     queries, keys = (heads * shape.head_dim // layout.tp for heads in (shape.heads, shape.kv_heads))
@@ -199,22 +197,19 @@ def _attention(setup: Setup, pack: MeanPack) -> Pair:
     forward = [2 * h, 3 * h, *3 * [2 * q, 2 * k], 2 * k, q]
     backward = [3 * h, 3 * h, 3 * q, 3 * k, 2 * q, 2 * k, 2 * (q + 2 * k), q + 2 * k]
     small = 4.0 if not setup.config.model.lora.rank else 0.0  # gradients of norms
-    messages = _inside(setup, pack, gathers=(1, 2), scatters=(1, 1), sums=(1, 1))
+    messages = _inside(setup, pack)
     if layout.cp > 1:
         forward += [4.5 * layout.cp * q, 4 * k]
         backward += [3.8 * layout.cp * q, 4 * k]
         small += CONTEXT_LAUNCHES * layout.cp
         sent = (layout.cp - 1) * message_seconds(setup, INSIDE, 2 * k * setup.width)
-        messages = (messages[0] + sent, messages[1] + 2 * sent)
-    flops, dtype = queries * pack.pairs / layout.cp, setup.config.model.dtype
-    products = (
-        products[0] + kernel_seconds(setup, 2 * flops, 0.0, share=ATTENTION_FORWARD, dtype=dtype),
-        products[1] + kernel_seconds(setup, 5 * flops, 0.0, share=ATTENTION_BACKWARD, dtype=dtype),
-    )
-    return _pair(setup, products, (forward, backward), messages, (small, small))
+        messages += [sent, 2 * sent]
+    flops = queries * pack.pairs / layout.cp
+    products += _scores(setup, 2 * flops, 5 * flops)
+    return _both(setup, products, (forward, backward), messages, launches=(small, small))
 
 
-def _delta_net(setup: Setup, pack: MeanPack) -> Pair:
+def _delta_net(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, projections, convolution, delta rule at attention's share of the matrix rate, gated norm, residual."""
     shape, layout = setup.shape, setup.placement.layout
     mixed, values, held = shape.extents["delta_mixed"], shape.extents["delta_values"], pack.tokens / layout.tp
@@ -223,30 +218,24 @@ def _delta_net(setup: Setup, pack: MeanPack) -> Pair:
     h, m, v = pack.tokens * shape.hidden / shared_ranks(layout), held * mixed, held * values
     r = 2 * held * shape.delta_values * shape.delta_key_dim  # queries and keys, for each value head
     streams = [2 * h, 3 * h, 2 * m, m, 2 * r, 2 * v, 4 * v], [3 * h, 3 * h, 3 * m, 2 * m, 3 * r, 4 * v, 6 * v]
-    messages = _inside(setup, pack, gathers=(1, 2), scatters=(1, 1), sums=(1, 1))
+    messages = _inside(setup, pack)
     if layout.cp > 1:  # heads for tokens, and back
-        sent = message_seconds(setup, INSIDE, (pack.tokens * inputs + v) * setup.width)
-        messages = messages[0] + sent, messages[1] + sent
-    flops, dtype = delta_flops(shape) * held, setup.config.model.dtype
-    products = (
-        products[0] + kernel_seconds(setup, flops, 0.0, share=ATTENTION_FORWARD, dtype=dtype),
-        products[1] + kernel_seconds(setup, 2.5 * flops, 0.0, share=ATTENTION_BACKWARD, dtype=dtype),
-    )
-    return _pair(setup, products, streams, messages)
+        messages += message_seconds(setup, INSIDE, (pack.tokens * inputs + v) * setup.width)
+    flops = delta_flops(shape) * held
+    return _both(setup, products + _scores(setup, flops, 2.5 * flops), streams, messages)
 
 
-def _dense(setup: Setup, pack: MeanPack) -> Pair:
+def _dense(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, SwiGLU and residual."""
     shape, layout = setup.shape, setup.placement.layout
     h, f = pack.tokens * shape.hidden / shared_ranks(layout), pack.tokens * shape.ffn / layout.tp
     sizes = [(2 * shape.ffn // layout.tp, shape.hidden), (shape.hidden, shape.ffn // layout.tp)]
     products = _products(setup, [(pack.tokens, *size) for size in sizes])
-    messages = _inside(setup, pack, gathers=(1, 2), scatters=(1, 1), sums=(1, 1))
     streams = ([2 * h, 3 * h, 3 * f], [3 * h, 3 * h, 5 * f])
-    return _pair(setup, products, streams, messages)
+    return _both(setup, products, streams, _inside(setup, pack))
 
 
-def _experts(setup: Setup, pack: MeanPack) -> Pair:
+def _experts(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, router, the way of tokens to the experts and back, SwiGLU, residual. Every rank waits for the one whose
     experts are sent the most. Router and routing keep fp32. A shared expert's gate and sum take a norm's and a
     residual's time."""
@@ -256,12 +245,11 @@ def _experts(setup: Setup, pack: MeanPack) -> Pair:
     got = etp * mine * shape.experts_per_token * setup.imbalance
     experts, ffn, copies = shape.experts // layout.ep, shape.ffn // etp, got * shape.hidden
     sizes = [(2 * ffn, shape.hidden), (shape.hidden, ffn)]
-    products = _products(setup, [(got / experts, *size) for size in sizes], tiled=False)
-    first, second = (experts * each for each in products)
+    products = experts * _products(setup, [(got / experts, *size) for size in sizes], tiled=False)
     scores = mine * shape.experts / setup.width  # of one byte
-    first += _product(setup, mine, shape.experts, shape.hidden)
-    second += _product(setup, mine, shape.hidden, shape.experts, dtype="fp32")
-    second += _product(setup, shape.experts, shape.hidden, mine, dtype="fp32")
+    products[FORWARD] += _product(setup, mine, shape.experts, shape.hidden)
+    products[BACKWARD] += _product(setup, mine, shape.hidden, shape.experts, dtype="fp32")
+    products[BACKWARD] += _product(setup, shape.experts, shape.hidden, mine, dtype="fp32")
     routed = h + sent
     moved = [routed, routed, 2 * copies, 2 * copies]
     moved += [3 * copies, 3 * copies / etp] * (etp > 1)  # to fp32 for the sum over the ranks of an expert, and back
@@ -270,26 +258,27 @@ def _experts(setup: Setup, pack: MeanPack) -> Pair:
     size = sent * setup.imbalance * setup.width
     exchange = 2 * wire_seconds(setup, EXCHANGE, layout.ep, size)
     exchange += wire_seconds(setup, INSIDE, etp, etp * size * (setup.width + 4) / setup.width)
-    once, back = _pair(setup, (first, second), (forward, backward), (0.0, 0.0), (EXPERT_LAUNCHES, EXPERT_LAUNCHES / 2))
-    dense = replace(setup, shape=replace(shape, ffn=shape.shared_ffn))
-    shared = _dense(dense, pack) if shape.shared_ffn else (Seconds(), Seconds())
-    return together(once, shared[0], Seconds(0, 0, exchange)), together(back, shared[1], Seconds(0, 0, exchange))
+    launches = (EXPERT_LAUNCHES, EXPERT_LAUNCHES / 2)
+    seconds = _both(setup, products, (forward, backward), launches=launches, exchange=exchange)
+    if shape.shared_ffn:
+        seconds += _dense(replace(setup, shape=replace(shape, ffn=shape.shared_ffn)), pack)
+    return seconds
 
 
 # The ends of the policy
 
 
-def _embedding(setup: Setup, pack: MeanPack) -> Pair:
+def _embedding(setup: Setup, pack: MeanPack) -> Floats:
     """The look-up reads the weight; its gradient is made whole and added to the sum of all packs."""
     shape, layout = setup.shape, setup.placement.layout
     weight = vocabulary_rows(setup) * shape.hidden
     h, cut = pack.tokens * shape.hidden, layout.tp > 1
     summed = (4.0 + 4.0 + setup.width) / setup.width * weight
     streams = ([weight + h] + [2 * h] * cut, [weight + h, summed] + [2 * h] * cut)
-    return _pair(setup, (0.0, 0.0), streams, _inside(setup, pack, gathers=(0, 1), scatters=(1, 0), sums=(1, 0)))
+    return _both(setup, 0.0, streams, _inside(setup, pack, moves=(1, 1), sums=(1, 0)))
 
 
-def _head(setup: Setup, pack: MeanPack) -> Pair:
+def _head(setup: Setup, pack: MeanPack) -> Floats:
     """Last norm, and log-probabilities of responses chunk by chunk. Logits are made again for the gradient, unless one
     chunk takes all."""
     shape, rows, chunk = setup.shape, vocabulary_rows(setup), head_chunk_bytes(setup)
@@ -311,30 +300,44 @@ def _head(setup: Setup, pack: MeanPack) -> Pair:
     backward += logits(kept) if kept < scored else 0.0
     picked = scored * shape.hidden
     streams = ([2 * h, 2 * picked], [3 * h, *4 * [2 * picked]])
-    messages = _inside(setup, pack, gathers=(1, 0), scatters=(0, 1), sums=(0, 1))
-    return _pair(setup, (forward, backward), streams, messages, launches=(20, LOSS_LAUNCHES))
+    messages = _inside(setup, pack, moves=(1, 1), sums=(0, 1))
+    return _both(setup, np.array([forward, backward]), streams, messages, launches=(20, LOSS_LAUNCHES))
 
 
-def _neighbours(setup: Setup, pack: MeanPack, stage: int) -> Pair:
+def _neighbours(setup: Setup, pack: MeanPack, stage: int) -> Floats:
     """Messages to the stage after, and back to the stage before; each virtual stage sends its own."""
     layout = setup.placement.layout
     size = pack.tokens * setup.shape.hidden / shared_ranks(layout) * setup.width
-    one, ring = message_seconds(setup, PIPELINE, size), layout.vpp > 1
+    ring = layout.vpp > 1
     forward = layout.vpp - (stage == layout.pp - 1) if ring else int(stage < layout.pp - 1)
     backward = layout.vpp - (stage == 0) if ring else int(stage > 0)
-    return Seconds(0.0, one * forward), Seconds(0.0, one * backward)
+    one = message_seconds(setup, PIPELINE, size)
+    return np.array([Seconds(0.0, one * count, 0.0) for count in (forward, backward)])
 
 
 # Kernels
 
 
-def _pair(
-    setup: Setup, products: tuple[float, float], streams: tuple[Sequence[float], Sequence[float]],
-    messages: tuple[float, float], launches: tuple[float, float] = (0.0, 0.0),
-) -> Pair:  # fmt: skip
-    both = zip(products, streams, messages, launches, strict=True)
-    forward, backward = (Seconds(of + _streams(setup, over, launches=few), sent) for of, over, sent, few in both)
-    return forward, backward
+def _both(
+    setup: Setup, products: Floats | float, streams: tuple[Sequence[float], Sequence[float]],
+    messages: Floats | float = 0.0, *, launches: tuple[float, float] = (0.0, 0.0), exchange: float = 0.0,
+) -> Floats:  # fmt: skip
+    """Seconds of a forward and a backward pass, [2, 3].
+
+    Args:
+        setup: of the run.
+        products: seconds of matrix products, [2].
+        streams: elements that each other kernel reads and writes.
+        messages: seconds, [2].
+        launches: kernels of the least length.
+        exchange: seconds of each pass.
+    """
+    found = np.zeros((2, 3))
+    moved = [sum(kernel_seconds(setup, 0.0, size * setup.width) for size in sizes) for sizes in streams]
+    found[:, 0] = products + np.array(moved) + LEAST_SECONDS * np.array(launches)
+    found[:, 1] = messages
+    found[:, 2] = exchange
+    return found
 
 
 def _product(
@@ -359,35 +362,33 @@ def _product(
     return kernel_seconds(setup, 2.0 * rows * columns * inner, size, dtype=dtype, product=product)
 
 
-def _products(setup: Setup, sizes: list[tuple[float, float, float]], *, tiled: bool = True) -> tuple[float, float]:
-    """Seconds of products with weights, and of those for the gradients of inputs and weights.
+def _products(setup: Setup, sizes: list[tuple[float, float, float]], *, tiled: bool = True) -> Floats:
+    """Seconds of products with weights, and of those for the gradients of inputs and weights, [2].
 
     Args:
         setup: of the run. Frozen weights of a policy with adapters have no gradient.
         sizes: rows, columns and inner size of each product.
         tiled: as for :func:`_product`.
     """
-    forward = backward = 0.0
+    found = np.zeros(2)
     for rows, columns, inner in sizes:
-        forward += _product(setup, rows, columns, inner, tiled=tiled)
-        backward += _product(setup, rows, inner, columns, tiled=tiled)
+        found[FORWARD] += _product(setup, rows, columns, inner, tiled=tiled)
+        found[BACKWARD] += _product(setup, rows, inner, columns, tiled=tiled)
         if not setup.config.model.lora.rank:
-            backward += _product(setup, columns, inner, rows, written=8, tiled=tiled)
-    return forward, backward
+            found[BACKWARD] += _product(setup, columns, inner, rows, written=8, tiled=tiled)
+    return found
 
 
-def _streams(setup: Setup, sizes: Sequence[float], *, launches: float = 0.0) -> float:
-    """Seconds of kernels that read and write ``sizes`` elements, and of kernels of the least length."""
-    return sum(kernel_seconds(setup, 0.0, size * setup.width) for size in sizes) + launches * LEAST_SECONDS
+def _scores(setup: Setup, forward: float, backward: float) -> Floats:
+    """Seconds of kernels of attention by their FLOPs, [2]."""
+    both = ((forward, ATTENTION_FORWARD), (backward, ATTENTION_BACKWARD))
+    dtype = setup.config.model.dtype
+    return np.array([kernel_seconds(setup, flops, 0.0, share=share, dtype=dtype) for flops, share in both])
 
 
-def _inside(
-    setup: Setup, pack: MeanPack, *, gathers: tuple[int, int], scatters: tuple[int, int], sums: tuple[int, int]
-) -> tuple[float, float]:
-    """Seconds of tensor parallelism: gathers and scatters under sequence parallelism, else all-reduces."""
+def _inside(setup: Setup, pack: MeanPack, *, moves: tuple[int, int] = (2, 3), sums: tuple[int, int] = (1, 1)) -> Floats:
+    """Seconds of tensor parallelism, [2]: gathers and scatters under sequence parallelism, else all-reduces."""
     layout = setup.placement.layout
     size = pack.tokens * setup.shape.hidden * setup.width
     one = wire_seconds(setup, INSIDE, layout.tp, size)
-    if layout.sequence_parallel:
-        return one * (gathers[0] + scatters[0]), one * (gathers[1] + scatters[1])
-    return 2 * one * sums[0], 2 * one * sums[1]
+    return one * np.array(moves, float) if layout.sequence_parallel else 2 * one * np.array(sums, float)

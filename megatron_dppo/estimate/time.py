@@ -101,7 +101,7 @@ def trainer_phases(setup: Setup) -> dict[str, float]:
     """Seconds of a step's phases on the trainer's GPUs."""
     config, work, through = setup.config, work_of(setup), stage_passes(setup)
     packs, stages = packs_of(setup) * work.updates, range(setup.placement.layout.pp)
-    train = slowest(each.update for each in through).times(packs / setup.assume.busy_share)
+    train, passes = slowest(each.update for each in through), packs / setup.assume.busy_share
     forward = _scoring(setup, through, packs)
     teachers = [replace(setup, shape=shape_of(teacher)) for teacher in config.loss.distillation.models]
     return {
@@ -109,10 +109,10 @@ def trainer_phases(setup: Setup) -> dict[str, float]:
         "reference log-probabilities": forward if config.loss.kl_coef > 0 else 0.0,
         # as if each had sequences in all packs
         "teacher": sum(_scoring(theirs, stage_passes(theirs), packs) for theirs in teachers),
-        "training": train.kernels,
-        "messages": train.messages,
-        "token exchange": train.exchange,
-        "pipeline bubble": train.total * _waits(setup),
+        "training": passes * train.kernels,
+        "messages": passes * train.messages,
+        "token exchange": passes * train.exchange,
+        "pipeline bubble": passes * train.total * _waits(setup),
         "gradient reduction": max(reduction_seconds(setup, stage) for stage in stages) * work.updates,
         "optimizer": max(optimizer_seconds(setup, stage) for stage in stages) * work.updates,
     }
