@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -46,7 +45,7 @@ from megatron_dppo.observe.console import Console
 from megatron_dppo.observe.timers import PhaseTimers
 from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
-from megatron_dppo.process.streams import SAY_EVERY_S, Advance, progress_bar
+from megatron_dppo.process.streams import progress
 from megatron_dppo.rl.score import Score, tracebacks
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen
@@ -107,17 +106,24 @@ def _answer(
         check_agreement(parts, engine, pool, version=0)
     evaluator = Evaluator(config, world, parts.collectors(engine, workers))
     done = len(problems) - sum(map(len, left))
+    console = Console(0)
+    if done and world.leads:
+        console.note(f"{done} of {len(problems)} problems are answered already")
     failed: list[Score] = []
+    scores: list[Score] = []
     of_all = config.eval.samples * len(problems)
-    with progress_bar("problems", len(problems), done=done, shown=world.leads) as advance:
-        progress = _Progress(config, len(problems), done, advance)
+    with progress("problems", len(problems), done=done, shown=world.leads) as advance:
         for batch in left:
             found = evaluator.answer(batch, keep=len(batch), of_all=of_all)
             failed += found.failed
             evaluator.check_failures(failed, of_all)
             if log:
                 log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
-                progress.say(found)
+                for note in tracebacks(found.failed):
+                    console.note(note)
+                scores += [answer.score for group in found.answers for answer in group if answer.score]
+            right = sum(score.correct for score in scores)
+            advance(len(batch), f"{right / len(scores):.1%} right" if scores else "")
 
 
 def _rows(problem: EvalProblem, found: EvalAnswers, index: int) -> list[AnswerRow]:
@@ -141,36 +147,6 @@ def _rows(problem: EvalProblem, found: EvalAnswers, index: int) -> list[AnswerRo
         }
         for sample, answer in enumerate(found.answers[index])
     ]
-
-
-class _Progress:
-    """The leader's notes on how far the evaluation is, or its bar at a terminal."""
-
-    def __init__(self, config: Config, of: int, done: int, advance: Advance | None) -> None:
-        self._advance = advance
-        self._console, self._of, self._before = Console(0), of, done
-        self._each = f", {config.eval.samples} answers each" if config.eval.samples > 1 else ""
-        self._asked, self._right, self._scored = done, 0, 0
-        self._began = self._spoke = time.monotonic()
-        if done:
-            self._console.note(f"{done} of {of} problems are answered already")
-
-    def say(self, found: EvalAnswers) -> None:
-        for note in tracebacks(found.failed):
-            self._console.note(note)
-        scores = [answer.score for group in found.answers for answer in group if answer.score]
-        self._asked += len(found.answers)
-        self._right += sum(score.correct for score in scores)
-        self._scored += len(scores)
-        now = time.monotonic()
-        if self._advance:
-            self._advance(len(found.answers), f"{self._right / self._scored:.1%} right" if self._scored else "")
-        elif now - self._spoke >= SAY_EVERY_S or self._asked == self._of:
-            self._spoke = now
-            left = (now - self._began) / (self._asked - self._before) * (self._of - self._asked)
-            right = f", {100 * self._right / self._scored:.1f}% right" if self._scored else ""
-            done = f"{self._asked} of {self._of} problems{self._each}{right}, {left:.0f} s left"
-            self._console.note(done, again=True)
 
 
 def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[AnswerRow]) -> None:
