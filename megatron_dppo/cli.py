@@ -11,10 +11,10 @@ import errno
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from megatron_dppo import __version__
 from megatron_dppo.config import Config
@@ -60,24 +60,17 @@ Example:
 `megatron-dppo quickstart` requires no GPU. `megatron-dppo COMMAND --help` lists a command's options."""
 
 
-class OfModule(NamedTuple):
-    """A command whose options are declared in a module that is slow to import. Functions are ``module:name``."""
-
-    options: str
-    """Adds the options to the command's parser."""
-    job: str
-    """Runs the command with the parsed options."""
-
-
 OF_MODULES = {
-    "quickstart": OfModule("quickstart:add_quickstart_arguments", "quickstart:quickstart"),
-    "configs": OfModule("quickstart:add_configs_arguments", "quickstart:configs"),
-    "convert to-hf": OfModule("bridge.convert_commands:add_to_hf_arguments", "bridge.convert_commands:to_hf"),
-    "convert from-hf": OfModule("bridge.convert_commands:add_from_hf_arguments", "bridge.convert_commands:from_hf"),
-    "init": OfModule("init:add_init_arguments", "init:init_from_arguments"),
-    "compress": OfModule("compress.command:add_compress_arguments", "compress.command:compress"),
-    "export": OfModule("export:add_export_arguments", "export:export"),
+    "quickstart": ("quickstart:add_quickstart_arguments", "quickstart:quickstart"),
+    "configs": ("quickstart:add_configs_arguments", "quickstart:configs"),
+    "convert to-hf": ("bridge.convert_commands:add_to_hf_arguments", "bridge.convert_commands:to_hf"),
+    "convert from-hf": ("bridge.convert_commands:add_from_hf_arguments", "bridge.convert_commands:from_hf"),
+    "init": ("init:add_init_arguments", "init:init_from_arguments"),
+    "compress": ("compress.command:add_compress_arguments", "compress.command:compress"),
+    "export": ("export:add_export_arguments", "export:export"),
 }
+"""Commands of modules that are slow to import. The first function adds the command's options to the parser, the second
+one runs the command with the parsed options."""
 STEPS, LEAST_STEPS = 12, 6
 """Steps that ``probe-batch`` measures: the default, and the fewest."""
 
@@ -121,7 +114,7 @@ def entry() -> NoReturn:
 def _run(arguments: Sequence[str]) -> int:
     if " ".join(arguments[:2]) in OF_MODULES:  # a command of two words
         arguments = [" ".join(arguments[:2]), *arguments[2:]]
-    parser = _parser(options_of=arguments[:1])
+    parser, _ = build_parsers(options_of=arguments[:1])
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
@@ -164,7 +157,7 @@ def _with_a_number_of_ranks(arguments: Sequence[str]) -> Iterator[str]:
 def _run_alone(chosen: argparse.Namespace) -> int:
     """A command that reads no run's settings."""
     if chosen.command in OF_MODULES:
-        return resolve_name(f"megatron_dppo.{OF_MODULES[chosen.command].job}")(chosen) or 0
+        return resolve_name(f"megatron_dppo.{OF_MODULES[chosen.command][1]}")(chosen) or 0
     if chosen.command == "doctor":
         from megatron_dppo.doctor import doctor
 
@@ -255,8 +248,14 @@ def _is_file(word: str) -> bool:
         return False
 
 
-def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of all commands; options that are slow to import are added for ``options_of`` alone."""
+def build_parsers(
+    *, options_of: Collection[str] = OF_MODULES.keys()
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the program and those of its commands.
+
+    Args:
+        options_of: commands of ``OF_MODULES`` whose options are added.
+    """
     groups = (
         f"{group}:\n" + "\n".join(f"  {command:<18}{what}" for command, what in commands.items())
         for group, commands in COMMANDS.items()
@@ -275,24 +274,7 @@ def _parser(*, options_of: Sequence[str]) -> argparse.ArgumentParser:
         for commands in COMMANDS.values()
         for command, what in commands.items()
     }
-    _add_options(parsers, options_of)
-    return parser
-
-
-def command_parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command with all of its options."""
-    parsers = {
-        command: argparse.ArgumentParser(f"megatron-dppo {command}", description=what)
-        for commands in COMMANDS.values()
-        for command, what in commands.items()
-    }
-    _add_options(parsers, list(OF_MODULES))
-    return parsers
-
-
-def _add_options(parsers: Mapping[str, argparse.ArgumentParser], options_of: Sequence[str]) -> None:
-    for command in ("train", "sft", "eval", "probe-batch", "serve", "launch"):
-        _add_settings(command, parsers[command])
+    _add_settings_arguments(parsers)
     add_eval_arguments(parsers["eval"])
     _add_plan_arguments(parsers["plan"])
     report = parsers["report"]
@@ -301,33 +283,33 @@ def _add_options(parsers: Mapping[str, argparse.ArgumentParser], options_of: Seq
     report.add_argument("--png", type=Path, metavar="FOLDER", help="also draw the runs' pictures, in this folder")
     what = "price of one GPU-hour; overrides cluster.price_per_gpu_hour"
     report.add_argument("--price", type=float, help=what)
-    for command, of_module in OF_MODULES.items():
-        if command in options_of:
-            resolve_name(f"megatron_dppo.{of_module.options}")(parsers[command])
+    for command in OF_MODULES.keys() & {*options_of}:
+        resolve_name(f"megatron_dppo.{OF_MODULES[command][0]}")(parsers[command])
     parsers["doctor"].add_argument("--json", action="store_true", help="print JSON")
+    return parser, parsers
 
 
-def _add_settings(command: str, parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that reads a run's settings."""
-    what = "a YAML file, and settings that override it"
-    parser.add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
-    parser.add_argument("--print-config", action="store_true", help="print every setting with its meaning, and exit")
-    if command in ("train", "sft"):
+def _add_settings_arguments(parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Add the arguments of commands that read a run's settings."""
+    for command in ("train", "sft", "eval", "probe-batch", "serve", "launch"):
+        what = "a YAML file, and settings that override it"
+        parsers[command].add_argument("settings", nargs="*", metavar="CONFIG SETTING=VALUE", help=what)
+        what = "print every setting with its meaning, and exit"
+        parsers[command].add_argument("--print-config", action="store_true", help=what)
+    for command in ("train", "sft"):
         what = "validate settings, data and functions for RANKS ranks, print progress, and exit"
-        parser.add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
-    if command == "serve":
-        what = "check this task's server, its interpreter and its GPUs, start nothing, and exit"
-        parser.add_argument("--check", action="store_true", help=what)
-    if command == "launch":
-        what = "where to run (default: %(default)s)"
-        parser.add_argument("--executor", choices=("local", "slurm"), default="local", help=what)
-        parser.add_argument("--dry-run", action="store_true", help="print the job as a script that can be submitted")
-        parser.add_argument("--detach", action="store_true", help="do not wait for the end of a Slurm job")
-    if command == "probe-batch":
-        parser.add_argument("--model", metavar="FOLDER", help=MODEL)
-        what = "unpruned steps to measure (default: %(default)s)"
-        parser.add_argument("--steps", metavar="N", type=int, default=STEPS, help=what)
-        parser.add_argument("--json", action="store_true", help="print JSON")
+        parsers[command].add_argument("--check", nargs="?", const=0, type=int, metavar="RANKS", help=what)
+    what = "check this task's server, its interpreter and its GPUs, start nothing, and exit"
+    parsers["serve"].add_argument("--check", action="store_true", help=what)
+    launch, probe = parsers["launch"], parsers["probe-batch"]
+    what = "where to run (default: %(default)s)"
+    launch.add_argument("--executor", choices=("local", "slurm"), default="local", help=what)
+    launch.add_argument("--dry-run", action="store_true", help="print the job as a script that can be submitted")
+    launch.add_argument("--detach", action="store_true", help="do not wait for the end of a Slurm job")
+    probe.add_argument("--model", metavar="FOLDER", help=MODEL)
+    what = "unpruned steps to measure (default: %(default)s)"
+    probe.add_argument("--steps", metavar="N", type=int, default=STEPS, help=what)
+    probe.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -88,7 +88,7 @@ def wire_seconds(setup: Setup, kind: str, ranks: int, size: float, *, times: flo
         size: bytes of the full tensor.
         times: 2 for an all-reduce, 1 for a gather, a scatter or an exchange.
     """
-    layout, gpu, size = setup.placement.layout, setup.gpu, size / LINKS
+    layout, gpu, size = setup.layout, setup.gpu, size / LINKS
     per_node = setup.config.cluster.gpus_per_node
     if kind == EXCHANGE:
         near = min(max(per_node // layout.expert_tp, 1), ranks)
@@ -100,7 +100,7 @@ def wire_seconds(setup: Setup, kind: str, ranks: int, size: float, *, times: flo
 
 def message_seconds(setup: Setup, kind: str, size: float) -> float:
     """Seconds of a message of ``size`` bytes between two ranks; sent and received at once."""
-    layout, gpu, per_node = setup.placement.layout, setup.gpu, setup.config.cluster.gpus_per_node
+    layout, gpu, per_node = setup.layout, setup.gpu, setup.config.cluster.gpus_per_node
     crosses = (layout.tp * layout.cp if kind == INSIDE else setup.placement.ranks) > per_node
     return size / LINKS / (gpu.network if crosses else gpu.nvlink)
 
@@ -140,7 +140,7 @@ class Passes:
 
 def stage_passes(setup: Setup) -> list[Passes]:
     """Passes of the mean pack through each pipeline stage, its messages to other stages included."""
-    layout, pack = setup.placement.layout, mean_pack(setup)
+    layout, pack = setup.layout, mean_pack(setup)
     attention, feed_forward = _attention(setup, pack), (_experts if setup.shape.experts else _dense)(setup, pack)
     if setup.shape.hybrid:
         share = 1 / setup.shape.attention_interval
@@ -162,7 +162,7 @@ def stage_passes(setup: Setup) -> list[Passes]:
 
 def optimizer_seconds(setup: Setup, stage: int) -> float:
     """An update's passes over gradients, moments and weights: 4 bytes of a rank's gradient, 46 of its shard of them."""
-    elements, placement = rank_elements(setup.shape, stage, setup.placement.layout), setup.placement
+    elements, placement = rank_elements(setup.shape, stage, setup.layout), setup.placement
     shard = elements.dense / placement.replica + elements.experts / placement.expert_replica
     shard = shard if setup.config.optimizer.distributed else elements.total
     return kernel_seconds(setup, 0.0, 4.0 * elements.total + 46.0 * shard)
@@ -174,8 +174,8 @@ def reduction_seconds(setup: Setup, stage: int) -> float:
     The experts have an optimizer of their own, and Megatron gathers all weights after each of the two. The first and
     the last stage sum their gradients of tied embeddings.
     """
-    shape, layout = setup.shape, setup.placement.layout
-    elements, placement = rank_elements(setup.shape, stage, setup.placement.layout), setup.placement
+    shape, layout = setup.shape, setup.layout
+    elements, placement = rank_elements(setup.shape, stage, setup.layout), setup.placement
     groups = ((placement.replica, elements.dense), (placement.expert_replica, elements.experts))
     moved = 4.0 + setup.width * (2 if shape.experts else 1)
     tied = shape.tied and layout.pp > 1 and stage in (0, layout.pp - 1)
@@ -188,7 +188,7 @@ def reduction_seconds(setup: Setup, stage: int) -> float:
 
 def _attention(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, projections, norms and rotary embedding of queries and keys, attention, residual."""
-    shape, layout = setup.shape, setup.placement.layout
+    shape, layout = setup.shape, setup.layout
     queries, keys = (heads * shape.head_dim // layout.tp for heads in (shape.heads, shape.kv_heads))
     q, k, h = (pack.tokens * width for width in (queries, keys, shape.hidden / shared_ranks(layout)))
     gates = queries if shape.hybrid else 0
@@ -211,7 +211,7 @@ def _attention(setup: Setup, pack: MeanPack) -> Floats:
 
 def _delta_net(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, projections, convolution, delta rule at attention's share of the matrix rate, gated norm, residual."""
-    shape, layout = setup.shape, setup.placement.layout
+    shape, layout = setup.shape, setup.layout
     mixed, values, held = shape.extents["delta_mixed"], shape.extents["delta_values"], pack.tokens / layout.tp
     inputs = (mixed + values + 2 * shape.delta_values) // layout.tp
     products = _products(setup, [(pack.tokens, inputs, shape.hidden), (pack.tokens, shape.hidden, values // layout.tp)])
@@ -227,7 +227,7 @@ def _delta_net(setup: Setup, pack: MeanPack) -> Floats:
 
 def _dense(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, SwiGLU and residual."""
-    shape, layout = setup.shape, setup.placement.layout
+    shape, layout = setup.shape, setup.layout
     h, f = pack.tokens * shape.hidden / shared_ranks(layout), pack.tokens * shape.ffn / layout.tp
     sizes = [(2 * shape.ffn // layout.tp, shape.hidden), (shape.hidden, shape.ffn // layout.tp)]
     products = _products(setup, [(pack.tokens, *size) for size in sizes])
@@ -239,7 +239,7 @@ def _experts(setup: Setup, pack: MeanPack) -> Floats:
     """Norm, router, the way of tokens to the experts and back, SwiGLU, residual. Every rank waits for the one whose
     experts are sent the most. Router and routing keep fp32. A shared expert's gate and sum take a norm's and a
     residual's time."""
-    shape, layout = setup.shape, setup.placement.layout
+    shape, layout = setup.shape, setup.layout
     mine, etp = pack.tokens // shared_ranks(layout), layout.expert_tp
     h, sent = mine * shape.hidden, mine * shape.experts_per_token * shape.hidden
     got = etp * mine * shape.experts_per_token * setup.imbalance
@@ -270,7 +270,7 @@ def _experts(setup: Setup, pack: MeanPack) -> Floats:
 
 def _embedding(setup: Setup, pack: MeanPack) -> Floats:
     """The look-up reads the weight; its gradient is made whole and added to the sum of all packs."""
-    shape, layout = setup.shape, setup.placement.layout
+    shape, layout = setup.shape, setup.layout
     weight = vocabulary_rows(setup) * shape.hidden
     h, cut = pack.tokens * shape.hidden, layout.tp > 1
     summed = (4.0 + 4.0 + setup.width) / setup.width * weight
@@ -282,7 +282,7 @@ def _head(setup: Setup, pack: MeanPack) -> Floats:
     """Last norm, and log-probabilities of responses chunk by chunk. Logits are made again for the gradient, unless one
     chunk takes all."""
     shape, rows, chunk = setup.shape, vocabulary_rows(setup), head_chunk_bytes(setup)
-    scored, h = pack.responses, pack.tokens * shape.hidden / shared_ranks(setup.placement.layout)
+    scored, h = pack.responses, pack.tokens * shape.hidden / shared_ranks(setup.layout)
     at_once, kept = (min(scored, chunk / (rows * size)) for size in (4, 4 + setup.width))
 
     def chunks(size: float, seconds: float) -> float:
@@ -306,7 +306,7 @@ def _head(setup: Setup, pack: MeanPack) -> Floats:
 
 def _neighbours(setup: Setup, pack: MeanPack, stage: int) -> Floats:
     """Messages to the stage after, and back to the stage before; each virtual stage sends its own."""
-    layout = setup.placement.layout
+    layout = setup.layout
     size = pack.tokens * setup.shape.hidden / shared_ranks(layout) * setup.width
     ring = layout.vpp > 1
     forward = layout.vpp - (stage == layout.pp - 1) if ring else int(stage < layout.pp - 1)
@@ -388,7 +388,7 @@ def _scores(setup: Setup, forward: float, backward: float) -> Floats:
 
 def _inside(setup: Setup, pack: MeanPack, *, moves: tuple[int, int] = (2, 3), sums: tuple[int, int] = (1, 1)) -> Floats:
     """Seconds of tensor parallelism, [2]: gathers and scatters under sequence parallelism, else all-reduces."""
-    layout = setup.placement.layout
+    layout = setup.layout
     size = pack.tokens * setup.shape.hidden * setup.width
     one = wire_seconds(setup, INSIDE, layout.tp, size)
     return one * np.array(moves, float) if layout.sequence_parallel else 2 * one * np.array(sums, float)

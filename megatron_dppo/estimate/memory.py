@@ -178,7 +178,7 @@ class Memory:
 
 def actor_memory(setup: Setup) -> Memory:
     """Memory of the rank of the trainer that holds the most, at its peak."""
-    return max((rank_memory(setup, stage) for stage in range(setup.placement.layout.pp)), key=attrgetter("total"))
+    return max((rank_memory(setup, stage) for stage in range(setup.layout.pp)), key=attrgetter("total"))
 
 
 def rank_memory(setup: Setup, stage: int) -> Memory:
@@ -196,7 +196,7 @@ def rank_memory(setup: Setup, stage: int) -> Memory:
     parts["activations"] = sum(even)
     parts["uneven experts"] = sum(uneven) - sum(even)
     # The head's backward pass is over when the first layer's begins: the larger of the two makes the peak.
-    parts["head"] = max(_head_bytes(setup) - uneven[1], 0.0) if stage == setup.placement.layout.pp - 1 else 0.0
+    parts["head"] = max(_head_bytes(setup) - uneven[1], 0.0) if stage == setup.layout.pp - 1 else 0.0
     buckets = 4 if config.rollout.served else 2  # two in the stream, two in the sender
     parts["sync"] = float(buckets * bucket_bytes(config))
     # What is on the host during the passes needs room on the GPU when they are done, in the place of their activations.
@@ -248,7 +248,7 @@ def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
 def _teacher_bytes(setup: Setup, stage: int) -> float:
     """Its weights, and on the last stage the states of a minibatch's packs, as if every token were a response's. Of
     several the largest is counted, and on the last stage the output layers of all, which are needed in training."""
-    config, layout = setup.config, setup.placement.layout
+    config, layout = setup.config, setup.layout
     shapes = [shape_of(path) for path in config.loss.distillation.models]
     if not shapes:
         return 0.0
@@ -291,7 +291,7 @@ def activation_bytes(setup: Setup, stage: int, saved: Saved, *, packs: int, imba
         packs: of a minibatch on each replica.
         imbalance: tokens of this rank's experts over those of a mean rank's.
     """
-    shape, layout = setup.shape, setup.placement.layout
+    shape, layout = setup.shape, setup.layout
     kept = {
         "none": mixer_elements(shape, layout, saved) + feed_forward_elements(shape, layout, saved, imbalance),
         "selective": mixer_elements(shape, layout, saved),
@@ -312,7 +312,7 @@ def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
     down projection's saved input, one width, which is free by then. With experts they are three more copies of routed
     tokens: as sent, received and returned.
     """
-    shape, layout = setup.shape, setup.placement.layout
+    shape, layout = setup.shape, setup.layout
     feed_forward = feed_forward_elements(shape, layout, saved, imbalance)
     again = {
         "none": 0.0,
@@ -326,7 +326,7 @@ def backward_bytes(setup: Setup, saved: Saved, *, imbalance: float) -> float:
 
 def _token_bytes(setup: Setup) -> float:
     """Bytes of one element of each token of a pack on a rank."""
-    return setup.config.pack.max_tokens / setup.placement.layout.cp * setup.width
+    return setup.config.pack.max_tokens / setup.layout.cp * setup.width
 
 
 def mixer_elements(shape: PolicyShape, layout: LayoutConfig, saved: Saved) -> float:
@@ -347,7 +347,7 @@ def shared_ranks(layout: LayoutConfig) -> int:
 
 def vocabulary_rows(setup: Setup) -> int:
     """Tokens of the vocabulary that a rank has, padding included."""
-    tp = setup.placement.layout.tp
+    tp = setup.layout.tp
     return padded_vocab(setup.shape.vocab_size, tp) // tp
 
 
@@ -372,7 +372,7 @@ def _head_bytes(setup: Setup) -> float:
     """Bytes of the policy head in its backward pass: a chunk of logits, then autograd's gradient of the weight, beside
     the gradient of what the head reads. DDP keeps the gradient that is summed, which is not counted here.
     """
-    config, shape, layout = setup.config, setup.shape, setup.placement.layout
+    config, shape, layout = setup.config, setup.shape, setup.layout
     rows = vocabulary_rows(setup)
     chunk = min(head_chunk_bytes(setup), config.pack.max_tokens / layout.cp * rows * (4 + setup.width))
     chunk *= 2 if config.loss.distillation.models else 1  # the policy's logits may be kept beside the divergence's

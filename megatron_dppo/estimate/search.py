@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice, product
+from itertools import product
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -164,7 +164,7 @@ def _once_per_trainer(solve: Callable[[Setup], Setup | None]) -> Callable[[Setup
             solved[ranks] = solve(setup)
         if (best := solved[ranks]) is None:
             return None
-        layout = best.placement.layout
+        layout = best.layout
         own = {"layout": replace(layout, dp=None), "model": best.config.model, "pack": best.config.pack}
         return _laid_out(setup, replace(setup.config, **own), layout)
 
@@ -260,9 +260,11 @@ def smallest_layout(setup: Setup) -> Setup | None:
 def _bounded(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
     """Layouts with packs of any size, stages as equal as can be, and the least recomputation that may fit. First the
     least seconds of :func:`best_layout` with any cut; then those of them that are not the trainer's."""
-    sizes = {size for cp in CONTEXT for size in _pack_sizes(setup.config, cp)}
-    runs = {size: replace(setup.config, pack=replace(setup.config.pack, max_tokens=size)) for size in sizes}
-    tried = {size: [_recomputed(run, recompute) for recompute in RECOMPUTATION] for size, run in runs.items()}
+
+    @cache
+    def run(size: int, recompute: str) -> Config:
+        return _recomputed(replace(setup.config, pack=replace(setup.config.pack, max_tokens=size)), recompute)
+
     for layout in layouts(setup):
         # Every cut has as many layers in the second of several stages, or more, and in the first of two.
         stage, whole = int(layout.pp > 2), _laid_out(setup, setup.config, layout)
@@ -270,8 +272,8 @@ def _bounded(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
             continue
         beside = _beside(whole)
         for size in _pack_sizes(setup.config, layout.cp):
-            others = (_laid_out(setup, run, layout) for run in tried[size])
-            for other in islice((other for other in others if _spares(rank_memory(other, stage))), 1):
+            others = (_laid_out(setup, run(size, recompute), layout) for recompute in RECOMPUTATION)
+            if other := next((other for other in others if _spares(rank_memory(other, stage))), None):
                 yield _bound(other) + beside, beside, other
 
 
@@ -280,7 +282,7 @@ def _beside(setup: Setup) -> float:
     ahead."""
     if not setup.placement.shared or setup.config.rollout.ahead:
         return 0.0
-    stages = range(setup.placement.layout.pp)
+    stages = range(setup.layout.pp)
     held = (held_bytes(setup, stage) | {"reserved": setup.assume.reserved_gib * GIB} for stage in stages)
     resident = min(resident_bytes(setup.config, Memory(0, parts, 0.0)) for parts in held)
     most = server_memory(setup, resident=resident).concurrency
@@ -289,7 +291,7 @@ def _beside(setup: Setup) -> float:
 
 def _bound(setup: Setup) -> float:
     """The trainer's least seconds, however a layout is cut: those of a mean stage, with the fewest waits."""
-    layout, packs = setup.placement.layout, packs_of(setup)
+    layout, packs = setup.layout, packs_of(setup)
     if layout.pp == 1:
         return sum(trainer_phases(setup).values())
     mean = sum(each.update.total for each in stage_passes(setup)) / layout.pp
@@ -335,7 +337,7 @@ def layouts(setup: Setup) -> Iterator[LayoutConfig]:
 
 def cuts(setup: Setup) -> Iterator[LayoutConfig]:
     """The layout with other stages and virtual stages."""
-    layout = setup.placement.layout
+    layout = setup.layout
     for first, last in stages(setup.shape.num_layers, layout.pp):
         cut = replace(layout, first_stage_layers=first, last_stage_layers=last)
         counts = {layers_of_stage(setup.shape, stage, cut) for stage in range(layout.pp)}

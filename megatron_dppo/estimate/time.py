@@ -55,7 +55,7 @@ class StepTime:
 def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The time of a step's phases, if a server decodes at most ``concurrency`` completions at once."""
     config, work, packs = setup.config, work_of(setup), packs_of(setup)
-    rolled, trainer = generation(setup, work, most=concurrency), trainer_phases(setup)
+    rolled, trainer = generation(setup, most=concurrency), trainer_phases(setup)
     phases = _phases(setup, rolled, trainer)
     useful = 3.0 * forward_flops(setup)
     passing = sum(trainer[phase] for phase in UPDATE)
@@ -93,14 +93,14 @@ def least_seconds(setup: Setup, *, concurrency: int, training: float | None = No
     if training is None:
         passes, rate = 2.0 if setup.config.model.lora.rank else 3.0, setup.rate * PRODUCTS * setup.assume.busy_share
         training = passes * forward_flops(setup) / setup.placement.ranks / rate
-    rolled = generation(setup, work_of(setup), most=concurrency)
+    rolled = generation(setup, most=concurrency)
     return _seconds(_phases(setup, rolled, {"training": training}), setup.config.rollout.ahead)
 
 
 def trainer_phases(setup: Setup) -> dict[str, float]:
     """Seconds of a step's phases on the trainer's GPUs."""
     config, work, through = setup.config, work_of(setup), stage_passes(setup)
-    packs, stages = packs_of(setup) * work.updates, range(setup.placement.layout.pp)
+    packs, stages = packs_of(setup) * work.updates, range(setup.layout.pp)
     train, passes = slowest(each.update for each in through), packs / setup.assume.busy_share
     forward = _scoring(setup, through, packs)
     teachers = [replace(setup, shape=shape_of(teacher)) for teacher in config.loss.distillation.models]
@@ -120,7 +120,7 @@ def trainer_phases(setup: Setup) -> dict[str, float]:
 
 def _waits(setup: Setup) -> float:
     """Time that a stage waits in a pass over all packs, over the time that it works."""
-    layout = setup.placement.layout
+    layout = setup.layout
     return (layout.pp - 1) / (layout.vpp * packs_of(setup))
 
 
@@ -134,15 +134,13 @@ def _scoring(setup: Setup, through: Iterable[Passes], packs: float) -> float:
     return slowest(each.forward for each in through).total * packs / setup.assume.busy_share * (1 + _waits(setup))
 
 
-def layer_flops(setup: Setup) -> tuple[float, float]:
+def layer_flops(setup: Setup) -> float:
     """FLOPs of a token's forward pass through all layers: two for each weight that it meets, and causal attention's
-    products with half of its sequence. Those of the feed-forward parts, or of its experts, come second."""
+    products with half of its sequence."""
     shape, context = setup.shape, work_of(setup).context
-    widths = shape.ffn * (shape.experts_per_token or 1) + shape.shared_ffn
-    feed_forward = 6.0 * shape.hidden * widths * shape.num_layers
-    attention = 2.0 * shape.heads * shape.head_dim * context * (shape.num_layers // shape.attention_interval)
-    attention += delta_flops(shape) * (shape.num_layers - shape.num_layers // shape.attention_interval)
-    return 2.0 * parameters_of(shape).matrices - feed_forward + attention, feed_forward
+    of_attention = shape.num_layers // shape.attention_interval
+    attention = 2.0 * shape.heads * shape.head_dim * context * of_attention
+    return 2.0 * parameters_of(shape).matrices + attention + delta_flops(shape) * (shape.num_layers - of_attention)
 
 
 def head_flops(shape: PolicyShape) -> float:
@@ -153,7 +151,7 @@ def head_flops(shape: PolicyShape) -> float:
 def forward_flops(setup: Setup) -> float:
     """FLOPs of a forward pass over all that a step trains on."""
     work = work_of(setup)
-    return sum(layer_flops(setup)) * work.trained + head_flops(setup.shape) * work.responses
+    return layer_flops(setup) * work.trained + head_flops(setup.shape) * work.responses
 
 
 def _sync_seconds(setup: Setup) -> float:
@@ -176,17 +174,17 @@ class Generation:
     """Time of the decoding, over its time if all responses had the mean length; at least 1."""
 
 
-def generation(setup: Setup, work: Work, *, most: int) -> Generation:
+def generation(setup: Setup, *, most: int) -> Generation:
     """The time of the rollouts: of all decode steps until the longest completion is done, and of the prefill.
 
     The GPUs of the servers share the prompts equally. All servers are taken to be like the one with the fewest ranks.
 
     Args:
         setup: of the run.
-        work: of a step.
         most: completions that a server holds at once.
     """
     tp, gpus, rollout = min(setup.placement.servers), sum(setup.placement.servers), setup.config.rollout
+    work = work_of(setup)
     lengths, prompt = setup.lengths, setup.prompt
     each = work.completions * tp / gpus
     batch = max(min(each, most, rollout.samples_per_prompt * rollout.max_in_flight * gpus), 1.0)

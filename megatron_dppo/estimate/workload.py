@@ -142,6 +142,10 @@ class Setup:
     """What :func:`once` keeps."""
 
     @property
+    def layout(self) -> LayoutConfig:
+        return self.placement.layout
+
+    @property
     def gpu(self) -> Gpu:
         return GPUS[self.config.cluster.gpu]
 
@@ -266,7 +270,7 @@ def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
 def packs_of(setup: Setup) -> int:
     """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline; sequences
     longer than half a pack are in packs of their own."""
-    config, layout, work = setup.config, setup.placement.layout, work_of(setup)
+    config, layout, work = setup.config, setup.layout, work_of(setup)
     tokens, replicas, most = work.trained / work.updates, layout.dp or 1, config.pack.max_tokens
     sequences = work.kept / work.updates / replicas
     full = ceil(tokens / (replicas * most * setup.assume.pack_fill))
@@ -289,7 +293,7 @@ class MeanPack(NamedTuple):
 def mean_pack(setup: Setup) -> MeanPack:
     """The pack of which :func:`packs_of` makes an update. Its capacity is what its tokens, or the longest sequence,
     need."""
-    config, layout, work = setup.config, setup.placement.layout, work_of(setup)
+    config, layout, work = setup.config, setup.layout, work_of(setup)
     share = 1.0 / (work.updates * (layout.dp or 1) * packs_of(setup))
     multiple = capacity_multiple(layout, config.pack.max_tokens, cuda=True)
     longest = setup.prompt + setup.lengths.limit

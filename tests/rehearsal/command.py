@@ -192,7 +192,7 @@ def update_seconds(setup: Setup, stage: int) -> tuple[float, float]:
 
 def useful_seconds(setup: Setup, played: Rehearsed) -> float:
     """Seconds of an update's model FLOPs at the data sheet's rate, without padding and recomputation, on each rank."""
-    each = sum(layer_flops(setup)) * played.tokens + head_flops(setup.shape) * played.responses
+    each = layer_flops(setup) * played.tokens + head_flops(setup.shape) * played.responses
     ranks = setup.placement.ranks / (setup.placement.layout.dp or 1)
     return 3.0 * each * played.packs / ranks / setup.rate
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dppo.cli import COMMANDS, command_parsers
+from megatron_dppo.cli import COMMANDS, build_parsers
 
 PAGE = Path(__file__).parents[2] / "docs/command_line.md"
 INTRODUCTION = """# Command line
@@ -21,7 +21,7 @@ file with [settings](settings.md) that override it. The exit code is 2 for a mis
 
 def command_page() -> str:
     """The text of the page. The heading of a command has its name as the anchor: ``command_line.md#probe-batch``."""
-    parsers = command_parsers()
+    _, parsers = build_parsers()
     lines = [INTRODUCTION]
     for group, commands in COMMANDS.items():
         lines.append(f"## {group}\n")
