@@ -6,10 +6,10 @@ This module does not import matplotlib, because ranks import it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from math import ceil
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -26,13 +26,13 @@ MOST_POINTS = 240
 MOST_LINES = 3
 """A chart with more lines has no bands and no single values, which would hide each other."""
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A drawing with its title."""
+    """A drawing, which :func:`titled` gives its title."""
 
-    title: str
     about: str
     """Drawn quantity and unit."""
     draw: Callable[[Axes], None] | None = None
@@ -40,6 +40,7 @@ class Chart:
     """Text in place of the drawing, if there is nothing to draw."""
     description: str = ""
     """The drawing in words, for a reader who does not see it."""
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,6 @@ class Layer:
 
 
 def line_chart(
-    title: str,
     about: str,
     lines: Sequence[Line],
     *,
@@ -105,7 +105,7 @@ def line_chart(
     """
     lines = [line for line in lines if len(line.x)]
     if not lines:
-        return Chart(title, about, empty=empty)
+        return Chart(about, empty=empty)
 
     def draw(axes: Axes) -> None:
         for line in lines:
@@ -122,11 +122,10 @@ def line_chart(
             axes.annotate(say(end[1], form), end, **offset, color=colour, weight="bold", va="center")
 
     courses = (f"{line.name} from {say(line.first, form)} to {say(line.last, form)}" for line in lines)
-    return Chart(title, about, draw, description=f"{title}, {about}: {'; '.join(courses)}")
+    return Chart(about, draw, description="; ".join(courses))
 
 
 def stack_chart(
-    title: str,
     about: str,
     x: Floats,
     layers: Sequence[Layer],
@@ -143,7 +142,7 @@ def stack_chart(
         top: end of the axis of values; None: :func:`usual_top` of these layers.
     """
     if not len(x):
-        return Chart(title, about, empty=empty)
+        return Chart(about, empty=empty)
 
     def draw(axes: Axes) -> None:
         thinned = [thin(x, layer.values, MOST_POINTS) for layer in layers]
@@ -162,8 +161,7 @@ def stack_chart(
         _write_ticks(axes.xaxis, "count")
         _write_ticks(axes.yaxis, form)
 
-    shares = "; ".join(f"{layer.name} {layer.label}" for layer in layers)
-    return Chart(title, about, draw, description=f"{title}, {about}: {shares}")
+    return Chart(about, draw, description="; ".join(f"{layer.name} {layer.label}" for layer in layers))
 
 
 def usual_top(layers: Sequence[Layer]) -> float:
@@ -173,25 +171,29 @@ def usual_top(layers: Sequence[Layer]) -> float:
 
 
 def titled(title: str) -> Callable[[Callable[P, Chart]], Callable[P, Chart]]:
-    """Decorate a function that makes a chart: if it fails, the chart under this title shows the reason."""
+    """Decorate a function that makes a chart: the chart has this title, and if it fails, shows the reason."""
 
     def decorate(make: Callable[P, Chart]) -> Callable[P, Chart]:
         @wraps(make)
         def made(*args: P.args, **kwargs: P.kwargs) -> Chart:
-            try:
-                return make(*args, **kwargs)
-            except Exception as error:  # because a file may be damaged
-                return Chart(title, "", empty=failure(error))
+            chart = or_why(partial(make, *args, **kwargs), lambda why: Chart("", empty=why))
+            return replace(chart, title=title)
 
         return made
 
     return decorate
 
 
-def failure(error: Exception) -> str:
-    """Why something cannot be shown, in one line of at most 100 characters."""
-    text = " ".join(str(error).split())
-    return f"cannot be drawn: {type(error).__name__}{text and ': '}{text:.60}"
+def or_why(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+    """Return a result; if making it fails, because a file is damaged, return ``otherwise(reason)``.
+
+    The reason is one line of at most 100 characters.
+    """
+    try:
+        return make()
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return otherwise(f"cannot be drawn: {type(error).__name__}{text and ': '}{text:.60}")
 
 
 def _draw_line(axes: Axes, line: Line, label: str, *, bold_only: bool) -> None:

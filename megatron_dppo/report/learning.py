@@ -16,27 +16,30 @@ from megatron_dppo.trainer.agreement import MAX_LOGPROB_DIFF
 
 Z = 1.959964
 """95% of a normal distribution lie within so many standard deviations."""
-Metrics = Sequence[tuple[str, str, str, Form]]
-"""Title, what is measured, metric and form of each row."""
-SIGNS: Metrics = (
-    ("Response length", "mean tokens of a completion", "rollout/response_len/mean", "number"),
-    ("Cut off", "share of completions that reached the limit", "rollout/truncated_ratio", "share"),
-    ("Entropy", "of the policy, nats per token", "train/entropy_loss", "number"),
-    ("Gradient norm", "before clipping", "train/grad_norm", "number"),
-    ("Clipped", "share of tokens whose ratio was clipped", "train/pg_clipfrac", "share"),
-    ("Loss", "of a step, as the optimizer sees it", "train/loss", "number"),
-    ("Distance", "from the initial policy, KL per token", "train/kl_loss", "number"),
-    ("No difference", "share of groups whose rewards were all equal", "rollout/zero_std/ratio", "share"),
+Reduce = Callable[[Floats], float]
+"""One number of a metric's values, [n]."""
+FIRST_MEAN_LAST: Sequence[Reduce] = (lambda values: values[0], np.mean, lambda values: values[-1])
+SIGNS: Sequence[tuple[str, str, Form]] = (
+    ("Response length: mean tokens of a completion", "rollout/response_len/mean", "number"),
+    ("Cut off: share of completions that reached the limit", "rollout/truncated_ratio", "share"),
+    ("Entropy: of the policy, nats per token", "train/entropy_loss", "number"),
+    ("Gradient norm: before clipping", "train/grad_norm", "number"),
+    ("Clipped: share of tokens whose ratio was clipped", "train/pg_clipfrac", "share"),
+    ("Loss: of a step, as the optimizer sees it", "train/loss", "number"),
+    ("Distance: from the initial policy, KL per token", "train/kl_loss", "number"),
+    ("No difference: share of groups whose rewards were all equal", "rollout/zero_std/ratio", "share"),
 )
-DIFFERENCES: Sequence[tuple[str, str, Form]] = (
-    ("mean |Δ log p| of a step, mean of all", "train/rollout_logprob_abs_diff", "number"),
-    ("mean exp |Δ log p| − 1 of a step, largest", "train/token_mult_prob_error", "number"),
-    ("|Δ log p| after a sync, largest of a token", "rollout/agreement_max_diff", "number"),
-    ("tokens that older weights made", "rollout/stale_tokens", "share"),
-    ("age of completions in updates, mean", "staleness/mean", "number"),
-    ("age of completions in updates, largest", "staleness/max", "number"),
+"""The words of a table's row, its metric and form."""
+DIFFERENCES: Sequence[tuple[str, str, Form, Reduce]] = (
+    ("pack fill, mean", "pack/fill", "share", np.mean),
+    ("mean |Δ log p| of a step, mean of all", "train/rollout_logprob_abs_diff", "number", np.mean),
+    ("mean exp |Δ log p| − 1 of a step, largest", "train/token_mult_prob_error", "number", lambda of: of.max() - 1.0),
+    ("|Δ log p| after a sync, largest of a token", "rollout/agreement_max_diff", "number", np.max),
+    ("tokens that older weights made", "rollout/stale_tokens", "share", np.mean),
+    ("age of completions in updates, mean", "staleness/mean", "number", np.mean),
+    ("age of completions in updates, largest", "staleness/max", "number", np.max),
 )
-"""How far trainer and engine are apart: the words of a table's row, its metric and form."""
+"""How far trainer and engine are apart."""
 Positions = Callable[[RunRecord], Floats]
 """Where the steps of a run lie on an axis, [steps]."""
 
@@ -72,16 +75,16 @@ def learning(runs: Sequence[RunRecord]) -> Chapter:
             " Rewards of these runs are not comparable: a run that prunes prompts chooses those whose rewards are "
             "averaged. Held-out accuracies are: the same problems are asked, whatever is pruned."
         )
-    return Chapter("learning", "Reward and accuracy", lead, [*parts, *_by_file(runs)])
+    return Chapter(lead, [*parts, *_by_file(runs)])
 
 
 def signs(runs: Sequence[RunRecord]) -> Chapter:
     """First, mean and last value of metrics that show early that a run goes wrong; loggers draw them."""
-    rows = [[f"{title}: {about}", *(_course(run, key, form) for run in runs)] for title, about, key, form in SIGNS]
+    rows = [[what, *(_figures(run, key, form, *FIRST_MEAN_LAST) for run in runs)] for what, key, form in SIGNS]
     measured = [row for row in rows if set(row[1:]) != {"–"}]
     table = Table(["first → mean → last", *(run.name for run in runs)], measured)
     lead = "These show early that a run goes wrong: lengths collapse, the entropy nears zero, or gradients jump."
-    return Chapter("signs", "Signs of health", lead, [table] if measured else [], "No step has been recorded yet.")
+    return Chapter(lead, [table] if measured else [], "No step has been recorded yet.")
 
 
 def packs(runs: Sequence[RunRecord]) -> Chapter:
@@ -90,10 +93,11 @@ def packs(runs: Sequence[RunRecord]) -> Chapter:
         "Empty slots of a pack cost time and train nothing. Trainer and engine score the same tokens with the same "
         "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
+    rows = [[what, *(_figures(run, *how) for run in runs)] for what, *how in DIFFERENCES]
+    rows.append(["limit of mean |Δ log p|", *(say(_limit(run), "number") for run in runs)])
     measured = any(run.mean("pack/fill") is not None for run in runs)
-    parts = [_difference_table(runs)] if measured else []
-    title, nothing = "Packs, and agreement of trainer and engine", "Nothing was packed yet."
-    return Chapter("packs", title, lead, parts, nothing)
+    parts = [Table(["", *(run.name for run in runs)], rows)] if measured else []
+    return Chapter(lead, parts, "Nothing was packed yet.")
 
 
 def step_numbers(run: RunRecord) -> Floats:
@@ -104,7 +108,7 @@ def step_numbers(run: RunRecord) -> Floats:
 def reward_chart(runs: Sequence[RunRecord], label: str = "step", positions: Positions = step_numbers) -> Chart:
     key, about = "rollout/raw_reward", "mean over a step's completions"
     lines = [Line(run.name, run.colour, *_over(run, key, positions), noisy=True) for run in runs]
-    return line_chart("Reward", about, lines, x_label=label, empty="no rollouts")
+    return line_chart(about, lines, x_label=label, empty="no rollouts")
 
 
 @titled("Held-out accuracy")
@@ -115,7 +119,7 @@ def accuracy_chart(runs: Sequence[RunRecord], label: str = "step", positions: Po
         bounds = np.array([wilson(share, run.held_out) for share in y]).T if run.held_out and len(y) else ()
         lines.append(Line(run.name, run.colour, x, y, *bounds))
     about = "share of the held-out problems that were answered correctly"
-    return line_chart("Held-out accuracy", about, lines, x_label=label, form="share", empty="no evaluation")
+    return line_chart(about, lines, x_label=label, form="share", empty="no evaluation")
 
 
 def _over(run: RunRecord, key: str, positions: Positions) -> tuple[Floats, Floats]:
@@ -153,29 +157,12 @@ def _first_last(run: RunRecord, name: str) -> str:
     return f"{said} ({100 * low:.1f}–{100 * high:.1f})"
 
 
-def _course(run: RunRecord, key: str, form: Form) -> str:
-    """First, mean and last value; a dash if the run has none."""
+def _figures(run: RunRecord, key: str, form: Form, *reduce: Reduce) -> str:
+    """Numbers of a metric's values; a dash if the run has none."""
     values = run.series(key)[1]
-    if not len(values):
-        return "–"
-    return " → ".join(say(float(value), form) for value in (values[0], values.mean(), values[-1]))
+    return " → ".join(say(float(number(values)), form) for number in reduce) if len(values) else "–"
 
 
 def _limit(run: RunRecord) -> float | None:
     own = run.setting("rollout.max_logprob_diff")
     return MAX_LOGPROB_DIFF.get(run.setting("model.dtype")) if own is None else own
-
-
-def _difference_table(runs: Sequence[RunRecord]) -> Table:
-    def figure(run: RunRecord, key: str, form: Form) -> str:
-        values = run.series(key)[1]
-        if not len(values):
-            return "–"
-        if key.endswith("prob_error"):
-            values = values - 1.0
-        return say(float(values.max() if key.endswith(("prob_error", "max_diff", "/max")) else values.mean()), form)
-
-    fill = ["pack fill, mean", *(say(run.mean("pack/fill"), "share") for run in runs)]
-    rows = [[what, *(figure(run, key, form) for run in runs)] for what, key, form in DIFFERENCES]
-    limit = ["limit of mean |Δ log p|", *(say(_limit(run), "number") for run in runs)]
-    return Table(["", *(run.name for run in runs)], [fill, *rows, limit])

@@ -6,12 +6,10 @@ import base64
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from importlib.resources import files
 from pathlib import Path, PurePath
-from typing import TypeVar
 
 import jinja2
 from markupsafe import Markup
@@ -22,28 +20,21 @@ from megatron_dppo.observe.console import PALETTE, SAME
 from megatron_dppo.observe.metrics import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.charts import Chart, failure, say, smoothed_at_ends
+from megatron_dppo.report.charts import Chart, or_why, say, smoothed_at_ends
 from megatron_dppo.report.learning import learning, packs, signs, wilson
 from megatron_dppo.report.parts import Chapter
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import RunRecord, data_of, read_runs
 from megatron_dppo.report.tables import benchmarks, options, sample_answers
-from megatron_dppo.report.timing import Race, cost, race, ratios, spent, timing, why_no_interval
+from megatron_dppo.report.timing import Race, cost, race, ratios, spent, timing
 from megatron_dppo.rl.types import Floats
-
-T = TypeVar("T")
 
 MOST_ARMS = 3
 """That are compared in the headline."""
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One number of a run's headline, with its title and a remark."""
-
-    title: str
-    value: str
-    about: str
+Figure = tuple[str, str, str]
+"""Title of a number in a headline, the number, and a remark."""
 
 
 def report(folders: Sequence[Path], out: Path, *, png: Path | None = None, price: float | None = None) -> None:
@@ -91,17 +82,20 @@ def _writing(option: str, place: Path) -> Iterator[None]:
 
 def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     """The page's text."""
-    makers: dict[str, Callable[[Sequence[RunRecord]], Chapter]] = {
-        "Reward and accuracy": learning, "Where a step's time goes": timing, "What was pruned, and why": pruning,
-        "Packs, and agreement of trainer and engine": packs, "Signs of health": signs,
-        "Sample answers": sample_answers, "Benchmarks": benchmarks, "Cost": partial(cost, price=price),
-        "Settings": options,
-    }  # fmt: skip
-    sections = []
-    for title, make in makers.items():
-        name = title.partition(" ")[0].lower()
-        sections.append(_or_why(partial(make, runs), partial(Chapter, name, title, "", [])))
-    outcome = _or_why(partial(race, runs), lambda why: None)
+    chapters: list[tuple[str, str, Callable[[Sequence[RunRecord]], Chapter]]] = [
+        ("learning", "Reward and accuracy", learning),
+        ("time", "Where a step's time goes", timing),
+        ("pruning", "What was pruned, and why", pruning),
+        ("packs", "Packs, and agreement of trainer and engine", packs),
+        ("signs", "Signs of health", signs),
+        ("answers", "Sample answers", sample_answers),
+        ("benchmarks", "Benchmarks", benchmarks),
+        ("cost", "Cost", partial(cost, price=price)),
+        ("settings", "Settings", options),
+    ]
+    empty = partial(Chapter, "", [])
+    sections = [(name, title, or_why(partial(make, runs), empty)) for name, title, make in chapters]
+    outcome = or_why(partial(race, runs), lambda why: None)
     folder = files(__package__)
     text, style, script = ((folder / name).read_text("utf-8") for name in ("page.html", "style.css", "page.js"))
     environment = jinja2.Environment(
@@ -110,7 +104,7 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     environment.filters["drawn"] = _drawn
     return environment.from_string(text).render(
         runs=runs,
-        headlines=[(run, *_or_why(partial(_headline, run), lambda why: (why, "", []))) for run in runs],
+        headlines=[(run, *or_why(partial(_headline, run), lambda why: (why, "", []))) for run in runs],
         outcome=outcome,
         few=outcome is not None and len(outcome.arms) <= MOST_ARMS,
         measured=list(_measured(outcome)) if outcome else [],
@@ -124,27 +118,16 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
     )
 
 
-def _or_why(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
-    """A part of the page; if it cannot be made, a part that says why."""
-    try:
-        return make()
-    except Exception as error:  # what a damaged file holds
-        return otherwise(failure(error))
-
-
 def _drawn(chart: Chart) -> Markup:
     """Return a chart as SVG, or the reason for its absence."""
-    reason = chart.empty
-    if chart.draw is not None:
-        try:
-            from megatron_dppo.report.render import svg
-
-            return Markup(svg(chart))
-        except ModuleNotFoundError:
-            reason = "needs matplotlib: pip install matplotlib"
-        except Exception as error:  # because a file may be damaged
-            reason = failure(error)
-    return Markup('<p class="empty">{}</p>').format(reason)
+    reason_of = Markup('<p class="empty">{}</p>').format
+    if chart.draw is None:
+        return reason_of(chart.empty)
+    try:
+        from megatron_dppo.report.render import svg
+    except ModuleNotFoundError:
+        return reason_of("needs matplotlib: pip install matplotlib")
+    return or_why(lambda: Markup(svg(chart)), reason_of)
 
 
 def _headline(run: RunRecord) -> tuple[str, str, list[Figure]]:
@@ -186,32 +169,29 @@ def _measured(outcome: Race) -> Iterator[Figure]:
         for arm, _, ratio in ratios(outcome.arms, seconds):
             if ratio is None:
                 continue
-            name, against = arm.first, outcome.arms[0]
-            value = say(ratio.value, "times")
-            sure = f"{why_no_interval((against, arm))}, no interval"
-            if ratio.interval is not None:
-                value += " [{:.2f}, {:.2f}]".format(*ratio.interval)
-                sure = f"{ratio.seeds} seeds each, paired by seed, with the 95% interval"
-            about = f"{name}'s time over {against.first}'s, {sure}; below 1: {name} is faster"
-            yield Figure(f"{what}, measured", value, about)
+            name, against = arm.first, outcome.arms[0].first
+            sure = f"{ratio.seeds} seeds each, paired by seed, with the 95% interval"
+            sure = sure if ratio.interval else "fewer than two seeds in common, no interval"
+            about = f"{name}'s time over {against}'s, {sure}; below 1: {name} is faster"
+            yield f"{what}, measured", say(ratio.value, "times") + ratio.brackets, about
 
 
 def _figures(run: RunRecord) -> Iterator[Figure]:
     accuracy = run.series("eval/accuracy")[1]
     if len(accuracy):
         before_after = f"{100 * accuracy[0]:.1f} → {say(accuracy[-1], 'share')}"
-        yield Figure("held-out accuracy", before_after, _how_sure(run, accuracy))
+        yield "held-out accuracy", before_after, _how_sure(run, accuracy)
     reward = run.line("rollout/raw_reward")
     if len(reward.y):
         drawn = f"{say(reward.first, 'number')} → {say(reward.last, 'number')}"
         steps = "step" if (ends := smoothed_at_ends(len(reward.y))) == 1 else f"{ends} steps"
         about = f"the bold line's first and last value: means of the first and of the last {steps}"
-        yield Figure("reward", drawn, about)
+        yield "reward", drawn, about
     if run.steps:
         found = summarise(run.rows)
         pace, evaluations = duration(found["seconds_per_step"]), duration(found["phase_seconds"]["evaluation"])
         about = f"{found['steps']:,} steps of {pace}, {evaluations} of evaluations"
-        yield Figure("time", duration(found["seconds"]), about)
+        yield "time", duration(found["seconds"]), about
         yield _pruning(run)
 
 
@@ -226,8 +206,8 @@ def _how_sure(run: RunRecord, accuracy: Floats) -> str:
 def _pruning(run: RunRecord) -> Figure:
     prompts, tokens = run.mean("prune/kept_prompt_fraction"), run.mean("prune/kept_token_fraction")
     if prompts is None or tokens is None:
-        return Figure("pruning", "–", "not recorded")
+        return "pruning", "–", "not recorded"
     kept = f"{100 * prompts:.0f}% of the prompts rolled out, {100 * tokens:.0f}% of their tokens trained on"
     if not prunes(run):
-        return Figure("pruning", "off", kept)
-    return Figure("saved by pruning, estimated", f"{100 * spent(run).share:.0f}% of the time", kept)
+        return "pruning", "off", kept
+    return "saved by pruning, estimated", f"{100 * spent(run).share:.0f}% of the time", kept

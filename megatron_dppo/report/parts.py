@@ -1,10 +1,9 @@
-"""The parts that sections of the page are made of, as data: ``page.html`` draws each by its ``kind``."""
+"""The parts that sections of the page are made of, as data: ``page.html`` draws each by its class."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_dppo.report.charts import Chart
 
@@ -27,7 +26,6 @@ class Charts:
     """Said under the heading."""
     axis: str = ""
     """The axis that these are drawn over, where the reader chooses among several."""
-    kind: ClassVar = "charts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,6 @@ class Table:
     caption: str = ""
     words: bool = False
     """Whether cells are words, which are aligned on the left."""
-    kind: ClassVar = "table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,6 @@ class Bars:
     rows: Sequence[tuple[str, str, Sequence[Segment]]]
     """A run's name, its total, its parts."""
     key: Sequence[Key]
-    kind: ClassVar = "bars"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,6 @@ class Note:
     """A paragraph."""
 
     text: str
-    kind: ClassVar = "note"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +84,6 @@ class SampleAnswers:
     problems: Sequence[SampleProblem]
     steps: Sequence[int]
     """All steps at which any run answered."""
-    kind: ClassVar = "answers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,6 @@ class Folded:
 
     title: str
     text: str
-    kind: ClassVar = "folded"
 
 
 Part = Charts | Table | Bars | Note | SampleAnswers | Folded
@@ -106,8 +99,6 @@ Part = Charts | Table | Bars | Note | SampleAnswers | Folded
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    id: str
-    title: str
     lead: str
     """How to read it."""
     parts: Sequence[Part]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def pruning(runs: Sequence[RunRecord]) -> Chapter:
         charts = [tokens_chart(run), answers_chart(run), causes_chart(run), noise_chart(run)]
         charts += [reliability_chart(run), brier_chart(run)]
         parts.append(Charts([chart for chart in charts if not chart.empty], run.name, _rules(run)))
-    return Chapter("pruning", "What was pruned, and why", lead, parts, "No step of these runs says what was kept.")
+    return Chapter(lead, parts, "No step of these runs says what was kept.")
 
 
 def prunes(run: RunRecord) -> bool:
@@ -48,26 +48,26 @@ def prunes(run: RunRecord) -> bool:
 def answers_chart(run: RunRecord) -> Chart:
     """Who is trained on, by the answer's group."""
     binary = all(row["binary"] for row in run.census)
-    title, about = "Which answers are trained on", "probability, over all steps"
+    about = "probability, over all steps"
     cells = _cells(run, "by_group" if binary else "by_reward")
     if nothing := _nothing_pruned(cells):
-        return Chart(title, about, empty=nothing)
+        return Chart(about, empty=nothing)
     words = ("right", "wrong") if binary else ("above the mean", "below the mean")
     sides = zip((1.0, -1.0), ("good", "bad"), words, strict=True)
     lines = [Line(name, colour, *cells[cells[:, 1] == side][:, [0, 3]].T) for side, colour, name in sides]
     x_label = "accuracy of the answer's group" if binary else "reward, in deviations from the group's mean"
     x_form: Form = "share" if binary else "number"
-    return line_chart(title, about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02)
+    return line_chart(about, lines, x_label=x_label, x_form=x_form, form="share", low=0.0, high=1.02)
 
 
 @titled("Length and score")
 def causes_chart(run: RunRecord) -> Chart:
     """Who is trained on, by the answer's length and score: the colour tells the probability, the strength how many
     answers are there."""
-    title, about = "Length and score", "score over the step's median, by length; stronger: more answers"
+    about = "score over the step's median, by length; stronger: more answers"
     cells = _cells(run, "by_cause")
     if nothing := _nothing_pruned(cells):
-        return Chart(title, about, empty=nothing)
+        return Chart(about, empty=nothing)
     x, y, count, chance = cells.T
     width, height = (min(np.diff(np.unique(values)).min(initial=np.inf), 1.0) for values in (x, y))
     colours = np.round(4 * np.clip(chance, 0.0, 1.0)).astype(int)
@@ -84,15 +84,15 @@ def causes_chart(run: RunRecord) -> Chart:
         axes.xaxis.set_major_formatter(lambda power, _: tick(2.0**power, "count"))
         axes.yaxis.set_major_formatter(lambda power, _: f"{2.0**power:.3g}×")
 
-    return Chart(title, about, draw, description=f"{title}, {about}")
+    return Chart(about, draw)
 
 
 @titled("Noise of the gradient")
 def noise_chart(run: RunRecord) -> Chart:
     """Variance over the full batch's, by where it comes from."""
-    title, about = "Noise of the gradient", "variance over the full batch's, as estimated for independent draws"
+    about = "variance over the full batch's, as estimated for independent draws"
     if not prunes(run) or run.mean("prune/kept_token_fraction") is None:
-        return Chart(title, about, empty="no pruning")
+        return Chart(about, empty="no pruning")
     steps, by_prompts = run.series("prune/noise_share_prompts")
     _, by_completions = run.series("prune/noise_share_completions")
     sampling = np.maximum(1.0 - by_prompts - by_completions, 1e-9)
@@ -101,7 +101,7 @@ def noise_chart(run: RunRecord) -> Chart:
         Layer(name, f"noise{i}", share / sampling, f"{100 * share.mean():.0f}%" if len(share) else "")
         for i, (name, share) in enumerate(sources)
     ]
-    return stack_chart(title, about, steps, layers, form="times", empty="not estimated: the rule is biased")
+    return stack_chart(about, steps, layers, form="times", empty="not estimated: the rule is biased")
 
 
 @titled("Tokens of a step")
@@ -120,7 +120,7 @@ def tokens_chart(run: RunRecord) -> Chart:
         if share > 0.0
     ]
     about = "by what became of them; those not rolled out are estimated"
-    return stack_chart("Tokens of a step", about, steps, layers, form="count", empty="no pruning")
+    return stack_chart(about, steps, layers, form="count", empty="no pruning")
 
 
 def _rules(run: RunRecord) -> str:
@@ -136,14 +136,18 @@ def _rules(run: RunRecord) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _cells(run: RunRecord, table: str) -> Floats:
+def _cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_cause"]) -> Floats:
     """[cells, 4]: two coordinates, answers of all steps, their mean probability of being kept; ascending."""
-    total: dict[tuple[float, float], Floats] = {}
-    for row in run.census:
-        for x, y, count, inclusion, _ in row[table]:
-            total[x, y] = total.get((x, y), np.zeros(2)) + np.array([count, inclusion])
-    rows = [(x, y, count, inclusion / count) for (x, y), (count, inclusion) in sorted(total.items())]
-    return np.array(rows, dtype=np.float64).reshape(-1, 4)
+    x, y, count, inclusion = _summed([cell[:4] for row in run.census for cell in row[table]], 2).T
+    return np.column_stack([x, y, count, inclusion / count])
+
+
+def _summed(cells: Sequence[Sequence[float]], places: int) -> Floats:
+    """Add up cells of four numbers whose first ``places`` numbers are the same; ascending."""
+    table = np.array(cells, dtype=np.float64).reshape(-1, 4)
+    found, which = np.unique(table[:, :places], axis=0, return_inverse=True)
+    sums = [np.bincount(which.ravel(), column) for column in table[:, places:].T]
+    return np.column_stack([found, *sums])
 
 
 def _nothing_pruned(cells: Floats) -> str:
@@ -165,7 +169,6 @@ SOURCES = "predicted from a prompt's text, or by the mean of all prompts"
 def reliability_chart(run: RunRecord) -> Chart:
     """Predicted against observed, in tenths of the prediction, over the whole run."""
     what = "right answers" if all(row["binary"] for row in run.census) else "groups whose rewards differ"
-    title = "Predicted and observed"
     about = f"share of {what}, by the chance {SOURCES}; Brier scores"
     lines = [
         Line(f"{words}, {score:.3f}", colour, *cells.T)
@@ -175,7 +178,6 @@ def reliability_chart(run: RunRecord) -> Chart:
     if lines:
         lines.append(Line("as predicted", "pale", np.array([0.0, 1.0]), np.array([0.0, 1.0])))
     return line_chart(
-        title,
         about,
         lines,
         x_label="predicted chance",
@@ -195,15 +197,11 @@ def brier_chart(run: RunRecord) -> Chart:
         for name, (words, colour) in PREDICTORS.items()
     ]
     about = f"mean squared distance from the share that was right, sampling's noise included; {SOURCES}"
-    return line_chart("Error of predictions", about, lines, low=0.0, empty="nothing was predicted")
+    return line_chart(about, lines, low=0.0, empty="nothing was predicted")
 
 
 def _predicted(run: RunRecord, name: str) -> Floats:
     """[bins, 2], mean predicted and mean observed chance of the groups in each tenth, over all steps."""
-    total: dict[int, Floats] = {}
-    for row in run.census:
-        for who, tenth, *sums in row.get("by_prediction", ()):
-            if who == name:
-                total[tenth] = total.get(tenth, np.zeros(3)) + np.array(sums)
-    rows = [(said / count, seen / count) for _, (count, said, seen) in sorted(total.items())]
-    return np.array(rows, dtype=np.float64).reshape(-1, 2)
+    cells = [sums for row in run.census for who, *sums in row.get("by_prediction", ()) if who == name]
+    _, count, said, seen = _summed(cells, 1).T
+    return np.column_stack([said / count, seen / count])

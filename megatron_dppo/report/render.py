@@ -6,6 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 
 from megatron_dppo.observe.console import PALETTE, colour_of
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.charts import Chart, Line, failure, line_chart, titled
+from megatron_dppo.report.charts import Chart, Line, line_chart, or_why, titled
 from megatron_dppo.report.learning import accuracy_chart, reward_chart
 from megatron_dppo.report.pruning import answers_chart, causes_chart, noise_chart, tokens_chart
 from megatron_dppo.report.run import RunRecord
@@ -80,7 +81,7 @@ def draw_pictures(run: RunRecord, folder: Path, *, prefix: str = "", title: str 
         prefix: of the files' names.
         title: a line above the charts.
     """
-    seconds = phase_chart(run, "Seconds per step", "by phase, on the leading rank")
+    seconds = phase_chart(run, "by phase, on the leading rank")
     progress = [reward_chart([run]), accuracy_chart([run]), _kept(run), seconds]
     _write_picture(progress, folder / f"{prefix}progress.png", title)
     kept = [answers_chart(run), causes_chart(run), noise_chart(run), tokens_chart(run)]
@@ -95,8 +96,7 @@ def _kept(run: RunRecord) -> Chart:
         ("tokens trained on", "prune/kept_token_fraction", "orange"),
     )
     lines = [Line(name, colour, *run.series(key)) for name, key, colour in wanted]
-    limits: dict[str, Any] = {"low": 0.0, "high": 1.02}
-    return line_chart("Kept by pruning, and packed", "shares", lines, form="share", **limits, empty="no pruning")
+    return line_chart("shares", lines, form="share", low=0.0, high=1.02, empty="no pruning")
 
 
 def _write_picture(charts: Sequence[Chart], out: Path, title: str) -> None:
@@ -112,12 +112,9 @@ def _write_picture(charts: Sequence[Chart], out: Path, title: str) -> None:
             axes.set_title(chart.title, loc="left", fontsize=12.5, fontweight="bold", pad=ABOVE + 16)
             place: dict[str, Any] = {"xytext": (0, ABOVE), "xycoords": "axes fraction", "textcoords": "offset points"}
             axes.annotate(chart.about, (0, 1), **place, color=SOFT)
-            try:
-                _draw(axes, chart)
-            except Exception as error:  # because a file may be damaged
-                _write_empty(axes, failure(error))
-        with replacing_file(out) as partial:
-            figure.savefig(partial, format="png")
+            or_why(partial(_draw, axes, chart), partial(_write_empty, axes))
+        with replacing_file(out) as draft:
+            figure.savefig(draft, format="png")
 
 
 def _draw(axes: Axes, chart: Chart) -> None:

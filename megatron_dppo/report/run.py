@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import Any, TypeGuard
+from typing import Annotated, Any, NotRequired, TypeGuard, TypeVar
 
 import numpy as np
+from annotated_types import Gt
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.metrics import FILE
@@ -27,9 +31,35 @@ from megatron_dppo.trainer.resume import Change, changes, read_history
 Record = Mapping[str, Any]
 """A line of JSON."""
 CENSUS, ANSWERS = "pruning.jsonl", "answers.jsonl"
-TABLES = ("by_group", "by_reward", "by_cause")
 NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
 """These two are drawn on top of each other: a row that has only one of them is read without it."""
+
+T = TypeVar("T")
+Count = Annotated[FiniteFloat, Gt(0)]
+Cell = tuple[FiniteFloat, FiniteFloat, Count, FiniteFloat, FiniteFloat]
+
+
+class CensusRow(TypedDict):
+    """A row of ``pruning.jsonl``, as :meth:`PruningStats.as_row` writes it."""
+
+    step: FiniteFloat
+    binary: bool
+    kept: tuple[FiniteFloat, FiniteFloat]
+    pruned: tuple[FiniteFloat, FiniteFloat]
+    idle: tuple[FiniteFloat, FiniteFloat]
+    by_group: list[Cell]
+    by_reward: list[Cell]
+    by_cause: list[Cell]
+    by_prediction: NotRequired[list[tuple[str, FiniteFloat, Count, FiniteFloat, FiniteFloat]]]
+
+
+class SampleAnswer(TypedDict):
+    """An answer in a row of ``answers.jsonl``."""
+
+    prompt: str
+    label: str
+    answer: str
+    correct: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +77,7 @@ class RunRecord:
     """After how many steps settings changed, and which."""
     rows: Sequence[Record]
     """Rows of ``metrics.jsonl``: finite numbers only."""
-    census: Sequence[Record]
+    census: Sequence[CensusRow]
     """Rows of ``pruning.jsonl``."""
     answers: Sequence[Record]
     """Rows of ``answers.jsonl``."""
@@ -161,7 +191,7 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
         raise UserError("RUN", folder, "is no folder of a run" if folder.is_dir() else "is no folder", remedy)
     history = read_history(folder)
     rows, census, answers = (_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
-    counted = [row for row in census if _is_census(row)]
+    counted = _of_form(CensusRow, census)
     read = {FILE: rows, CENSUS: counted, ANSWERS: answers}
     return RunRecord(
         name=name,
@@ -175,7 +205,7 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
         ],
         rows=[_numbers(row) for row in rows],
         census=counted,
-        answers=[{**row, "answers": list(_shown(row))} for row in answers],
+        answers=[{**row, "answers": _of_form(SampleAnswer, row.get("answers"))} for row in answers],
         scores=scores,
         written=datetime.fromtimestamp(metrics.stat().st_mtime) if metrics.is_file() else None,
         left_out=[
@@ -226,39 +256,14 @@ def _numbers(row: Record) -> Record:
     return found if found.keys() >= NOISE else {key: found[key] for key in found if key not in NOISE}
 
 
-def _is_census(row: Record) -> bool:
-    """Whether it has all that :meth:`PruningStats.as_row` writes, as it writes it."""
-
-    def cells(table: str, size: int) -> bool:
-        found = row.get(table, ())
-        return isinstance(found, list | tuple) and all(isinstance(cell, list) and len(cell) == size for cell in found)
-
-    counts = all(isinstance(row.get(name), list) and len(row[name]) == 2 for name in ("kept", "pruned", "idle"))
-    tables = all(table in row and cells(table, 5) and _counts(row[table]) for table in TABLES)
-    foreseen = cells("by_prediction", 5) and _counts([cell[1:] for cell in row.get("by_prediction", ())], at=1)
-    return _whole(row) and counts and tables and foreseen and isinstance(row.get("binary"), bool)
-
-
-def _counts(cells: Sequence[Sequence[Any]], *, at: int = 2) -> bool:
-    """Whether all are numbers, and no cell counts nothing."""
-    return all(all(map(is_number, cell)) and cell[at] > 0 for cell in cells)
-
-
-def _whole(value: Any) -> bool:
-    """Whether it holds no null, NaN or infinity."""
-    if isinstance(value, dict | list):
-        return all(map(_whole, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str) or is_number(value)
-
-
-def _shown(row: Record) -> Iterator[Record]:
-    """The answers of a row that lack nothing."""
-    answers = row.get("answers")
-    for shown in answers if isinstance(answers, list) else ():
-        if not isinstance(shown, dict) or not isinstance(shown.get("correct"), bool):
-            continue
-        if all(isinstance(shown.get(key), str) for key in ("prompt", "label", "answer")):
-            yield shown
+def _of_form(form: type[T], rows: Any) -> list[T]:
+    """Return the rows of a list that have a form."""
+    adapter = TypeAdapter(form)
+    found = []
+    for row in rows if isinstance(rows, list) else ():
+        with suppress(ValidationError):
+            found.append(adapter.validate_python(row))
+    return found
 
 
 def _scores(folder: Path) -> Iterator[tuple[str, Record]]:

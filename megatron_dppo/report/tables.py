@@ -45,7 +45,7 @@ def sample_answers(runs: Sequence[RunRecord]) -> Chapter:
     steps = sorted({answer.step for problem in problems for _, _, of_run in problem.runs for answer in of_run})
     lead = "The first held-out problems, before training and at the step that is chosen below."
     nothing = "No answers were kept: a run shows eval.show of them at each evaluation."
-    return Chapter("answers", "Sample answers", lead, [SampleAnswers(problems, steps)] if problems else [], nothing)
+    return Chapter(lead, [SampleAnswers(problems, steps)] if problems else [], nothing)
 
 
 def benchmarks(runs: Sequence[RunRecord]) -> Chapter:
@@ -60,7 +60,7 @@ def benchmarks(runs: Sequence[RunRecord]) -> Chapter:
             parts.append(Table(head, rows, f"{run.name}{f' · {folder}' * (folder != '.')}: {_how(found)}"))
     lead = "In brackets 95% intervals, over the problems of a benchmark."
     nothing = "No scores.json lies in these folders: megatron-dppo eval writes one."
-    return Chapter("benchmarks", "Benchmarks", lead, parts, nothing)
+    return Chapter(lead, parts, nothing)
 
 
 def _evenly(rows: Sequence[Record]) -> list[Record]:
@@ -142,4 +142,4 @@ def options(runs: Sequence[RunRecord]) -> Chapter:
         text = "\n".join(f"{key} = {public_text(key, value)}" for key, value in run.config.items())
         parts.append(Folded(f"All settings of {run.name}", text))
     lead = "Only what differs between the runs." if len(told) > 1 else "Only what is not the default."
-    return Chapter("settings", "Settings", lead, parts)
+    return Chapter(lead, parts)

@@ -32,30 +32,33 @@ GENERATED = ("data.arithmetic.", "data.reasoning_gym.", "data.verifiers.")
 """Settings of generators decide it too, except ``TRAINING_ONLY``."""
 TRAINING_ONLY = ("problems", "forgotten_carries", "short_answers", "eval_problems")
 """``eval_problems`` says how many problems are held out, and the runs' own records say how many were asked."""
+CERTAINTY = (
+    "In brackets 95% intervals: geometric means, seed by seed (Student's t). Ratios without brackets have no interval "
+    "(fewer than two seeds in common), and another seed would give others."
+)
 COUNTS = ("eval.problems", *(f"{generator}eval_problems" for generator in GENERATED))
 
 
 def timing(runs: Sequence[RunRecord]) -> Chapter:
     """Mean seconds by phase, in bars on one scale and in figures; then step by step."""
     layers = {run.name: _layers(run) for run in runs if run.steps}
-    title = "Where a step's time goes"
     lead = "Wall-clock seconds of a step, by phase, on the leading rank. Evaluations and checkpoints are not in them."
     if not layers:
-        return Chapter("time", title, lead, [], "No step has been timed yet.")
+        return Chapter(lead, [], "No step has been timed yet.")
     means = {name: {layer.name: float(layer.values.mean()) for layer in of} for name, of in layers.items()}
     phases = [phase for phase in NAMES if any(mean.get(phase, 0.0) > 0.0 for mean in means.values())]
     longest = max(sum(mean.values()) for mean in means.values()) or 1.0
     bars = [(name, duration(sum(mean.values())), _segments(mean, phases, longest)) for name, mean in means.items()]
     key = [Key(f"phase-{phase}", phase) for phase in phases]
     top = max(usual_top(of) for of in layers.values())
-    charts = [phase_chart(run, run.name, "seconds per step, by phase", top) for run in runs if run.name in layers]
-    return Chapter("time", title, lead, [Bars(bars, key), _table(means, phases), Charts(charts)])
+    charts = [phase_chart(run, f"{run.name}, by phase", top) for run in runs if run.name in layers]
+    return Chapter(lead, [Bars(bars, key), _table(means, phases), Charts(charts)])
 
 
 @titled("Seconds per step")
-def phase_chart(run: RunRecord, title: str, about: str, top: float | None = None) -> Chart:
+def phase_chart(run: RunRecord, about: str, top: float | None = None) -> Chart:
     """Seconds of each step, by phase; ``top`` is where the axis of seconds ends."""
-    return stack_chart(title, about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings")
+    return stack_chart(about, step_numbers(run), _layers(run), form="number", top=top, empty="no timings")
 
 
 def _layers(run: RunRecord) -> list[Layer]:
@@ -117,16 +120,16 @@ class Race:
 
     def said(self) -> str:
         """The outcome in words, with its limits."""
-        words = f"Measured, a step: {self._against_first(self.pace)}. {self._how_sure()}"
+        words = [f"Measured, a step: {self._against_first(self.pace)}."]
+        if self.target is not None:
+            until = f"Training steps until the first evaluation at {say(self.target, 'share')} or more"
+            words += [f"{until}, which every run reached: {self._against_first(self.reached)}."]
+            words += ["Evaluations lie some steps apart."]
+        words += [CERTAINTY]
         if self.changed:
             changed = "; ".join(self.changed)
-            words = f"{words} A setting that a run's result depends on was changed on its way: {changed}."
-        if self.target is None:
-            return f"{words} {self.unlike}".rstrip()
-        return (
-            f"{words} Training steps until the first evaluation at {say(self.target, 'share')} or more, which every "
-            f"run reached: {self._against_first(self.reached)}. Evaluations lie some steps apart."
-        )
+            words += [f"A setting that a run's result depends on was changed on its way: {changed}."]
+        return " ".join([*words, self.unlike]).rstrip()
 
     @property
     def unlike(self) -> str:
@@ -136,26 +139,12 @@ class Race:
         tested = f"The runs were tested on different problems, or in different ways ({', '.join(self.differs)})"
         return f"{tested}: the times that they took to an accuracy are not compared."
 
-    def _how_sure(self) -> str:
-        intervals = [ratio.interval for *_, ratio in ratios(self.arms, self.pace) if ratio]
-        why = why_no_interval(self.arms)
-        if not any(intervals):
-            return f"Ratios have no interval ({why}), and another seed would give others."
-        how = "geometric means, seed by seed, with their 95% intervals in brackets (Student's t)"
-        if all(intervals):
-            return f"Ratios are {how}."
-        others = f"The others divide one mean by another and have no interval ({why}): another seed would give others"
-        return f"Ratios with brackets are {how}. {others}."
-
     def _against_first(self, seconds: Mapping[str, float]) -> str:
-        def words(arm: Arm, mean: float, ratio: Ratio | None) -> str:
-            said = f"{arm.name} {duration(mean)}"
-            if ratio is None:
-                return said
-            sure = "" if ratio.interval is None else " [{:.2f}, {:.2f}]".format(*ratio.interval)
-            return f"{said}, {ratio.value:.2f} times as long{sure}"
-
-        return "; ".join(words(*compared) for compared in ratios(self.arms, seconds))
+        words = []
+        for arm, mean, ratio in ratios(self.arms, seconds):
+            times = f", {ratio.value:.2f} times as long{ratio.brackets}" if ratio else ""
+            words.append(f"{arm.name} {duration(mean)}{times}")
+        return "; ".join(words)
 
 
 def race(runs: Sequence[RunRecord]) -> Race | None:
@@ -230,6 +219,11 @@ class Ratio:
     seeds: int
     """That both have."""
 
+    @property
+    def brackets(self) -> str:
+        """The interval in brackets; empty: none."""
+        return "" if self.interval is None else " [{:.2f}, {:.2f}]".format(*self.interval)
+
 
 def arms_of(runs: Sequence[RunRecord]) -> list[Arm]:
     """The runs by arm, in their order: those of one group, else those that differ by their seed alone; never two of the
@@ -266,11 +260,6 @@ def _ratio(first: Arm, arm: Arm, seconds: Mapping[str, float]) -> Ratio | None:
     mean = fmean(logs)
     reach = student_t(len(logs) - 1) * stdev(logs) / sqrt(len(logs))
     return Ratio(exp(mean), (exp(mean - reach), exp(mean + reach)), len(logs))
-
-
-def why_no_interval(arms: Sequence[Arm]) -> str:
-    """Reason for a ratio's missing interval."""
-    return "one run each" if all(len(arm.runs) == 1 for arm in arms) else "fewer than two seeds in common"
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +374,7 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
         parts.append(Note(outcome.unlike))
     if not priced:
         parts.append(Note("--price, or cluster.price_per_gpu_hour, turns hours into money."))
-    return Chapter("cost", "Cost", lead, parts)
+    return Chapter(lead, parts)
 
 
 def _money(amount: float) -> str:
