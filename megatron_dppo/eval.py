@@ -34,8 +34,8 @@ from megatron_dppo.evaluation.evaluator import (
     EvalAnswers,
     EvalProblem,
     Evaluator,
-    by_name,
     held_out,
+    indices_by,
     open_verifiers,
     temperature_of,
 )
@@ -47,6 +47,7 @@ from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.process.streams import progress
 from megatron_dppo.rl.score import Score, tracebacks
+from megatron_dppo.rollout.scoring import check_failures
 from megatron_dppo.trainer.agreement import MAX_TOKENS, check_agreement
 from megatron_dppo.trainer.assemble import assemble_frozen
 
@@ -72,7 +73,7 @@ def _evaluate(config: Config, world: World) -> None:
     shown = {source.name: source.shown for source in sources(config)}
     problems = [dataclasses.replace(problem, name=shown[problem.name]) for problem in found]
     size = config.eval.batch
-    indices = by_name(problems)
+    indices = indices_by(problem.name for problem in problems)
     batches = [[problems[i] for i in of[at : at + size]] for of in indices.values() for at in range(0, len(of), size)]
     with ExitStack() as to_close:
 
@@ -116,7 +117,7 @@ def _answer(
         for batch in left:
             found = evaluator.answer(batch, keep=len(batch), of_all=of_all)
             failed += found.failed
-            evaluator.check_failures(failed, of_all)
+            check_failures(config.reward, failed, of_all)
             if log:
                 log.append([row for i in range(len(batch)) for row in _rows(batch[i], found, i)])
                 for note in tracebacks(found.failed):
@@ -176,6 +177,7 @@ def _report(config: Config, folder: Path, asked: Sequence[str], rows: Sequence[A
 
 def _settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]:
     """All that the answers depend on where the engine can be seeded, except the number of ranks."""
+    indices = indices_by(problem.name for problem in problems)
     return {
         "model": str(Path(config.model.checkpoint or config.model.folder).resolve()),
         "weights": _weights(config),
@@ -188,7 +190,7 @@ def _settings(config: Config, problems: Sequence[EvalProblem]) -> dict[str, Any]
         "eval.temperature": temperature_of(config),
         **{f"eval.{name}": getattr(config.eval, name) for name in ("top_p", "top_k", "max_response_tokens")},
         "eval.batch": config.eval.batch,
-        "problems": {name: _fingerprint([problems[i] for i in of]) for name, of in by_name(problems).items()},
+        "problems": {name: _fingerprint([problems[i] for i in of]) for name, of in indices.items()},
     }
 
 

@@ -228,7 +228,7 @@ class Trainer:
         """Answer the held-out problems."""
         if self.held_out:
             with self.timers("eval"):
-                result = evaluate(self.evaluator, self.held_out, self.config.eval)
+                result = evaluate(self.evaluator, self.held_out, self.config)
             self.guard.evaluated(result.metrics.get("eval/accuracy"))
             self.logger.evaluated(self.step, result, self.timers.take())
             if self.step == 0:

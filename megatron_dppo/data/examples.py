@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -314,17 +314,20 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
             remedy = "Take a policy whose template tells it of tools, or remove the column"
             raise alike[0].row.error("has tools, of which the chat template says nothing", remedy)
         chats = [_chat(example.prompt, data.system) for example in alike]
-        options: dict[str, Any] = {"tools": tools or None, **data.chat_template_kwargs}
+        options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "tools": tools or None}
+        options |= data.chat_template_kwargs
         if data.date:
             options["chat_template"] = stop_clock(template, data.date)
-
-        def render(chats: Sequence[Messages], options: dict[str, Any] = options) -> list[str]:
-            return tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False, **options)
-
         try:
-            texts += render(chats)
+            texts += tokenizer.apply_chat_template(chats, **options)
         except Exception:  # a template may raise anything; one by one tells which row it was
-            texts += [_of_one(example.row, render, chat) for example, chat in zip(alike, chats, strict=True)]
+            for example, chat in zip(alike, chats, strict=True):
+                try:
+                    texts += tokenizer.apply_chat_template([chat], **options)
+                except Exception as error:
+                    raise example.row.error(
+                        f"fails in the chat template ({error})", "Mend the row's messages"
+                    ) from error
     return texts
 
 
@@ -340,13 +343,6 @@ def chat_template_for(tokenizer: Tokenizer, tools: Tools) -> str:
         problem = f"the tokenizer has the chat templates {', '.join(tokenizer.chat_template or ())}, and no default"
         remedy = "Call one of them default, or set data.chat_template=false"
         raise UserError("data.chat_template", True, problem, remedy) from error
-
-
-def _of_one(row: Row, render: Callable[[Sequence[Messages]], list[str]], chat: Messages) -> str:
-    try:
-        return render([chat])[0]
-    except Exception as error:
-        raise row.error(f"fails in the chat template ({error})", "Mend the row's messages") from error
 
 
 def _chat(prompt: str | Messages, system: str | None) -> Messages:

@@ -131,7 +131,7 @@ def check_tasks(config: ReasoningGymConfig) -> None:
         _dataset(task, settings, size=1, seed=0)
 
 
-def make_problems(config: ReasoningGymConfig, *, split: Split) -> list[Row]:
+def make_problems(config: ReasoningGymConfig, split: Split) -> list[Row]:
     """Problems of all families in turn, each as a row of a file: ``prompt``, ``label``, ``response``, ``data_source``
     and ``extra_info``. The response is the bare answer, and None where a task has no reference answer.
 
@@ -164,7 +164,7 @@ def check_environment(config: VerifiersConfig) -> None:
         raise UserError("data.verifiers.environment", "", "names no environment", "Give the id of one")
 
 
-def environment_problems(config: VerifiersConfig, *, split: Split) -> list[Row]:
+def environment_problems(config: VerifiersConfig, split: Split) -> list[Row]:
     """Problems of an environment of verifiers, as rows of a file. ``extra_info`` has what its rubric needs.
 
     Raises:
@@ -287,11 +287,11 @@ GENERATORS: Mapping[str, Generator] = {
     "arithmetic": Generator(check=lambda data: make_sums(data.arithmetic), rows=_sums),
     REASONING_GYM: Generator(
         check=lambda data: check_tasks(data.reasoning_gym),
-        rows=lambda data, split: make_problems(data.reasoning_gym, split=split),
+        rows=lambda data, split: make_problems(data.reasoning_gym, split),
     ),
     VERIFIERS: Generator(
         check=lambda data: check_environment(data.verifiers),
-        rows=lambda data, split: environment_problems(data.verifiers, split=split),
+        rows=lambda data, split: environment_problems(data.verifiers, split),
     ),
 }
 

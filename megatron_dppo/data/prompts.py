@@ -9,7 +9,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
@@ -147,24 +147,15 @@ def load_prompts(data: DataConfig, tokenizer: Tokenizer, *, split: Split, check:
             ``check`` refuses, a chat template that fails, a prompt over ``data.max_prompt_tokens``, or a source that
             loses all its prompts to that limit.
     """
-
-    def load(source: Source) -> SourcePool[Prompt]:
-        if are_stored(source):
-            stored = _stored(source, data, Path(tokenizer.name_or_path), lambda: tokenizer, check=check)
-            prompts = _StoredPrompts(stored, source, data, tokenizer)
-            whose, keys = stored.data_sources, stored.keys
-            return SourcePool(prompts, source.weight, stored.dropped, data_sources=whose, keys=keys)
-        kept, dropped = _read(source, data, tokenizer, split, check=check)
-        return _in_memory(kept, source, dropped)
-
-    return PromptPool([load(source) for source in sources_of(data, split)])
+    sources = sources_of(data, split)
+    return PromptPool([_source_pool(source, data, tokenizer, split, check=check) for source in sources])
 
 
 def offline_prompts(data: DataConfig, tokenizer: Tokenizer) -> tuple[PromptPool, list[Row]]:
     """The prompts of ``data.rollouts``, and the row of each, for what else it holds. Raises as ``load_prompts``."""
     [source] = sources_of(data, "train")
     kept, dropped = _read(source, data, tokenizer, "train")
-    return PromptPool([_in_memory(kept, source, dropped)]), [each.example.row for each in kept]
+    return PromptPool([_in_memory(source, kept, dropped)]), [each.example.row for each in kept]
 
 
 def prompts_of(rows: Sequence[Row], data: DataConfig, tokenizer: Tokenizer) -> list[Prompt]:
@@ -183,16 +174,38 @@ def load_worked_answers(data: DataConfig, tokenizer: Tokenizer) -> Pool[WorkedAn
     Raises:
         UserError: as ``load_prompts``; and for a row without that column, or a tokenizer without an end token.
     """
+    sources = sources_of(data, "train")
+    return Pool([_source_pool(source, data, tokenizer, "train", responses=True) for source in sources])
 
-    def load(source: Source) -> SourcePool[WorkedAnswer]:
-        if are_stored(source):
-            stored = _stored(source, data, Path(tokenizer.name_or_path), lambda: tokenizer, responses=True)
-            return SourcePool(_StoredAnswers(stored), source.weight, stored.dropped, stored.longest)
-        kept, dropped = _read(source, data, tokenizer, "train", responses=True)
-        answers = [WorkedAnswer(np.array(r.token_ids, np.int32), np.array(r.response_ids, np.int32)) for r in kept]
-        return SourcePool(answers, source.weight, dropped, max(r.length for r in kept))
 
-    return Pool([load(source) for source in sources_of(data, "train")])
+def _source_pool(
+    source: Source,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    split: Split,
+    *,
+    responses: bool = False,
+    check: LabelCheck = NO_CHECK,
+) -> SourcePool[Any]:
+    """Prompts of a source, or with ``responses`` its worked answers."""
+    if not are_stored(source):
+        kept, dropped = _read(source, data, tokenizer, split, responses=responses, check=check)
+        if not responses:
+            return _in_memory(source, kept, dropped)
+        answers = [_worked_answer(each.token_ids, each.response_ids) for each in kept]
+        return SourcePool(answers, source.weight, dropped, max(each.length for each in kept))
+    rows = _stored(source, data, Path(tokenizer.name_or_path), responses=responses, check=check)
+    columns = source.columns(data)
+
+    def prompt(index: int) -> Prompt:
+        example = example_of(rows.row(index), columns)
+        return _prompt(index, Rendered(example, texts_of([example], columns, tokenizer)[0], rows.tokens(index), []))
+
+    def answer(index: int) -> WorkedAnswer:
+        return _worked_answer(rows.tokens(index, 0), rows.tokens(index, 1))
+
+    items = _Lazy(len(rows), answer if responses else prompt)
+    return SourcePool(items, source.weight, rows.dropped, rows.longest, rows.data_sources, rows.keys)
 
 
 def are_stored(source: Source) -> bool:
@@ -213,20 +226,11 @@ def prepare(source: Source, data: DataConfig, policy: Path, *, responses: bool, 
     Raises:
         UserError: as ``load_prompts`` and ``load_worked_answers``.
     """
-    tokenizer = cache(partial(load_tokenizer, policy))  # asked for with every batch
-    _stored(source, data, policy, tokenizer, responses=responses, check=check)
+    _stored(source, data, policy, responses=responses, check=check)
 
 
-def _stored(
-    source: Source,
-    data: DataConfig,
-    policy: Path,
-    tokenizer: Callable[[], Tokenizer],
-    *,
-    responses: bool = False,
-    check: LabelCheck = NO_CHECK,
-) -> StoredRows:
-    data = source.columns(data)
+def _stored(source: Source, data: DataConfig, policy: Path, *, responses: bool, check: LabelCheck) -> StoredRows:
+    data, load = source.columns(data), cache(load_tokenizer)
     names = (
         "prompt_key",
         "label_key",
@@ -246,7 +250,7 @@ def _stored(
         check.look((example.row.place, example.label) for example in examples)
         return [
             ((r.token_ids, r.response_ids) if responses else (r.token_ids,)) if is_within_limit(r, data) else None
-            for r in rendered(examples, data, tokenizer(), responses=responses)
+            for r in rendered(examples, data, load(policy), responses=responses)
         ]
 
     def key(row: Row) -> int:
@@ -276,7 +280,7 @@ def _read(
     return kept, len(all_of_it) - len(kept)
 
 
-def _in_memory(kept: Sequence[Rendered], source: Source, dropped: int) -> SourcePool[Prompt]:
+def _in_memory(source: Source, kept: Sequence[Rendered], dropped: int) -> SourcePool[Prompt]:
     prompts = [_prompt(number, each) for number, each in enumerate(kept)]
     data_sources = frozenset(prompt.data_source for prompt in prompts)
     keys = np.array([prompt_key(each.example.prompt) for each in kept], np.int64)
@@ -296,27 +300,18 @@ def _prompt(number: int, of: Rendered) -> Prompt:
     )
 
 
-class _StoredPrompts(Sequence[Prompt]):
-    """Prompts that are made of their rows when they are asked for."""
-
-    def __init__(self, rows: StoredRows, source: Source, data: DataConfig, tokenizer: Tokenizer) -> None:
-        self._rows, self._data, self._tokenizer = rows, source.columns(data), tokenizer
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        example = example_of(self._rows.row(index), self._data)
-        text = texts_of([example], self._data, self._tokenizer)[0]
-        return _prompt(index, Rendered(example, text, self._rows.tokens(index), []))
+def _worked_answer(prompt: list[int], response: list[int]) -> WorkedAnswer:
+    return WorkedAnswer(np.array(prompt, np.int32), np.array(response, np.int32))
 
 
-class _StoredAnswers(Sequence[WorkedAnswer]):
-    def __init__(self, rows: StoredRows) -> None:
-        self._rows = rows
+class _Lazy(Sequence[T]):
+    """Items that are made when they are asked for."""
+
+    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+        self._count, self._make = count, make
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._count
 
     def __getitem__(self, index: Any) -> Any:
-        return WorkedAnswer(*(np.array(self._rows.tokens(index, column), np.int32) for column in (0, 1)))
+        return self._make(index)

@@ -24,6 +24,9 @@ COLUMNS_IN_USE = {
 DEEPEST = 64
 """Values within values of a row. Far above what data sets have, and far below what Python's own recursion bears: rows
 travel to other processes, and templates walk through them."""
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+BATCH = 1024
+"""Rows that are read at a time."""
 INVISIBLE = frozenset({"Cc", "Cf", "Zs", "Zl", "Zp"})
 """Unicode's categories of characters that nobody sees."""
 
@@ -149,21 +152,18 @@ def read_rows(file: str, setting: str) -> list[Row]:
     if not path.is_file():
         remedy = "Give the path of a JSONL or parquet file, or a generator: arithmetic, reasoning_gym, verifiers"
         raise UserError(setting, file, "is no file", remedy)
-    readers = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise UserError(setting, file, "is of no known kind", f"Give a file ending in {', '.join(readers)}")
+    if path.suffix not in SUFFIXES:
+        raise UserError(setting, file, "is of no known kind", f"Give a file ending in {', '.join(SUFFIXES)}")
     try:
-        rows = list(readers[path.suffix](path, setting))
+        if path.suffix == ".json":
+            rows = list(_read_json(path, setting))
+        else:
+            rows = [row for batch in read_batches(path, setting, BATCH) for row in batch.rows]
     except OSError as error:
         raise UserError(setting, file, f"cannot be read ({error})", "Make it readable") from error
     if not rows:
         raise UserError(setting, file, "holds no rows", "Give a file with at least one prompt")
     return rows
-
-
-def _read_jsonl(path: Path, setting: str) -> Iterator[Row]:
-    for number, line in _lines(path, setting):
-        yield row_of_line(line, number, path, setting)
 
 
 def _lines(path: Path, setting: str) -> Iterator[tuple[int, str]]:
@@ -231,22 +231,6 @@ def _too_deep(setting: str, place: str) -> UserError:
     return UserError(setting, place, f"holds more than {DEEPEST} values within each other", "Flatten or remove it")
 
 
-def _read_parquet(path: Path, setting: str) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(setting, path, f"is no readable parquet file ({error})", "Copy or write it again") from error
-    try:
-        rows = table.to_pylist()
-    except Exception as error:  # text that is not UTF-8, dates that Python has no room for, columns of one name
-        raise _unreadable(table, path, setting) from error
-    for number, values in enumerate(rows, 1):
-        yield row_of_record(values, number, path, setting)
-
-
 @dataclass(frozen=True, slots=True)
 class RowBatch:
     """Consecutive rows of a large file."""
@@ -255,7 +239,7 @@ class RowBatch:
     numbers: list[int]
     """Lines or rows of the file, from 1."""
     values: Any
-    """The rows as an Arrow array: lines of JSON as they stand in the file, or a parquet file's records."""
+    """Lines of JSON as they stand in the file, or an Arrow array of a parquet file's records."""
     done: float
     """Share of the file that has been read."""
 
@@ -270,14 +254,11 @@ def read_batches(file: Path, setting: str, size: int) -> Iterator[RowBatch]:
 
 
 def _batches_of_lines(path: Path, setting: str, size: int) -> Iterator[RowBatch]:
-    import pyarrow
-
     lines, read, total = _lines(path, setting), 0, path.stat().st_size
     while batch := list(islice(lines, size)):
-        stored = [line.encode() for _, line in batch]
-        read += sum(map(len, stored))
+        values = [line.encode() for _, line in batch]
+        read += sum(map(len, values))
         rows = [row_of_line(line, number, path, setting) for number, line in batch]
-        values = pyarrow.array(stored, pyarrow.large_binary())
         yield RowBatch(rows, [number for number, _ in batch], values, min(read / total, 1.0))
 
 
@@ -292,7 +273,7 @@ def _batches_of_parquet(path: Path, setting: str, size: int) -> Iterator[RowBatc
             for batch in file.iter_batches(size):
                 try:
                     records = batch.to_pylist()
-                except Exception as error:
+                except Exception as error:  # text that is not UTF-8, dates without room in Python, columns of one name
                     raise _unreadable(batch, path, setting, first) from error
                 numbers = list(range(first, first + len(records)))
                 rows = [row_of_record(values, number, path, setting) for number, values in enumerate(records, first)]
@@ -310,7 +291,7 @@ def _plain(column: Any) -> Any:
     return column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
 
 
-def _unreadable(table: Any, path: Path, setting: str, first: int = 1) -> UserError:
+def _unreadable(table: Any, path: Path, setting: str, first: int) -> UserError:
     """Error for a table with unreadable values, at the first place that has the problem."""
     for name, column in zip(table.column_names, table.columns, strict=True):
         if table.column_names.count(name) > 1:

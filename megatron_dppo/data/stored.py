@@ -7,16 +7,12 @@ shared by all ranks of a machine. Its checksum lies beside it; what is damaged i
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.data.rows import Row, read_batches, row_of_line, row_of_record
+from megatron_dppo.data.rows import BATCH, Row, read_batches, row_of_line, row_of_record
 from megatron_dppo.data.tokenizer import NAMED_TEMPLATES
 from megatron_dppo.errors import UserError
-from megatron_dppo.process.files import file_digest
+from megatron_dppo.process.files import file_digest, replacing_directory
 from megatron_dppo.process.streams import progress, tell
 
 LARGE = 16 * 2**20
@@ -37,8 +33,6 @@ CACHE = "MEGATRON_DPPO_CACHE"
 """Environment variable with the cache folder; without it: $XDG_CACHE_HOME/megatron_dppo or ~/.cache/megatron_dppo."""
 FORM = 6
 """Version of the stored form. Prompts that another version stored in another form are made again."""
-BATCH = 1024
-"""Rows that are in memory at a time."""
 CHAT_TEMPLATES = ("chat_template*", f"{NAMED_TEMPLATES}/*")
 TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", *CHAT_TEMPLATES)
 ROWS, SUMMARY = "rows.arrow", "summary.json"
@@ -121,12 +115,20 @@ def store(
         contents = [(file.suffix, file_digest(file)) for file in files]
         known = [FORM, version("transformers"), contents, _hash_of_tokenizer(tokenizer), dict(depends_on)]
         folder = cache_folder() / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
-        if not _is_whole(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            _remove_drafts(folder.parent)
-            with _alone(folder.with_suffix(".lock"), files[0]):
-                if not _is_whole(folder):
-                    _make(folder, files, setting, encode, key)
+        is_waiting = False
+        while not _is_whole(folder):
+            try:
+                with replacing_directory(folder) as draft:
+                    if _is_whole(folder):
+                        raise FileExistsError  # because another process was faster
+                    if folder.exists():
+                        tell(f"note: {folder} is damaged, and is made again")
+                    _write(draft, files, setting, encode, key)
+            except FileExistsError:
+                if not is_waiting:
+                    tell(f"waiting for another process that tokenises {files[0]}")
+                is_waiting = True
+                time.sleep(0.2)
         return StoredRows(folder, files, setting)
     except OSError as error:
         if error.filename in map(str, files):
@@ -156,36 +158,12 @@ def _crc32(rows: Path, summary: Mapping[str, Any]) -> int:
     return crc32
 
 
-def _remove_drafts(cache: Path) -> None:
-    """Remove what killed processes have left. The lock of a draft that is still being written is held."""
-    for draft in [entry for entry in cache.glob("*.*") if entry.is_dir()]:
-        with draft.with_suffix(".lock").open("ab") as opened, suppress(OSError):
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def _make(folder: Path, files: Sequence[Path], setting: str, encode: Encode, key: Key) -> None:
-    if folder.exists():
-        tell(f"note: {folder} is damaged, and is made again")
-        shutil.rmtree(folder)
-    draft = folder.with_name(f"{folder.name}.{secrets.token_hex(8)}")
-    draft.mkdir()
-    try:
-        summary = _write(draft / ROWS, files, setting, encode, key)
-        summary["crc32"] = _crc32(draft / ROWS, summary)
-        (draft / SUMMARY).write_text(json.dumps(summary), encoding="utf-8")
-        with suppress(OSError):  # where a file system has no locks, another process may have been faster
-            draft.rename(folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode, key: Key) -> dict[str, Any]:
+def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode, key: Key) -> None:
     import pyarrow
 
     rows, stored, longest, share, writer, schema = 0, 0, 0, 0.0, None, None
     data_sources: set[str] = set()
-    with progress(f"tokenising {files[0]}", 1.0, unit="share") as advance, out.open("wb") as sink:
+    with progress(f"tokenising {files[0]}", 1.0, unit="share") as advance, (folder / ROWS).open("wb") as sink:
         for number, file in enumerate(files):
             for batch in read_batches(file, setting, BATCH):
                 encoded = encode(batch.rows)
@@ -195,10 +173,12 @@ def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode, key: 
                 rows, stored = rows + len(encoded), stored + len(kept)
                 longest = max([longest, *(sum(map(len, each)) for each in columns)])
                 if columns:
+                    lines = isinstance(batch.values, list)
+                    values = pyarrow.array(batch.values, pyarrow.large_binary()) if lines else batch.values
                     arrays = {
                         "file": pyarrow.array([number] * len(kept), pyarrow.int32()),
                         "number": pyarrow.array(batch.numbers, pyarrow.int64()).take(kept),
-                        "values": batch.values.take(kept),
+                        "values": values.take(kept),
                         "key": pyarrow.array([key(batch.rows[index]) for index in kept], pyarrow.int64()),
                         **{f"tokens{i}": _lists(each) for i, each in enumerate(zip(*columns, strict=True))},
                     }
@@ -219,7 +199,9 @@ def _write(out: Path, files: Sequence[Path], setting: str, encode: Encode, key: 
         writer.close()
         sink.flush()
         os.fsync(sink.fileno())  # or a machine that stops could leave a file of the right name that is empty
-    return {"dropped": rows - stored, "longest": longest, "data_sources": sorted(data_sources)}
+    summary: dict[str, Any] = {"dropped": rows - stored, "longest": longest, "data_sources": sorted(data_sources)}
+    summary["crc32"] = _crc32(folder / ROWS, summary)
+    (folder / SUMMARY).write_text(json.dumps(summary), encoding="utf-8")
 
 
 def _lists(rows: Sequence[list[int]]) -> Any:
@@ -238,22 +220,3 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def _hash_of_tokenizer(folder: Path) -> str:
     files = tokenizer_files(folder)
     return hashlib.sha256("".join(file.name + file_digest(file) for file in files).encode()).hexdigest()
-
-
-@contextmanager
-def _alone(lock: Path, file: Path) -> Iterator[None]:
-    """One process at a time; the kernel takes the lock back from one that has died."""
-    with lock.open("ab") as opened:
-        said = False
-        while True:
-            try:
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not said:
-                    tell(f"waiting for another process that tokenises {file}")
-                said = True
-                time.sleep(0.2)
-            except OSError:  # a file system without locks
-                break
-        yield

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from megatron_dppo.config import Config, DataConfig, replace
 from megatron_dppo.data.generators import GENERATORS
@@ -60,13 +61,8 @@ class Benchmark:
     """The reward function that judges its answers, whichever one trains the policy."""
 
 
-def _from_yaml(fields: dict[str, Any]) -> Benchmark:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return Benchmark(**values)
-
-
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-BENCHMARKS = {name: _from_yaml(fields) for name, fields in _TABLE.items()}
+BENCHMARKS = TypeAdapter(dict[str, Benchmark]).validate_python(_TABLE)
 KNOWN = (*BENCHMARKS, *GENERATORS)
 """Names that ``eval.benchmarks`` accepts without a file."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_dppo.config import Config, EvalConfig, replace
+from megatron_dppo.config import Config, replace
 from megatron_dppo.data.generators import GENERATORS
 from megatron_dppo.data.prompts import load_prompts, prompts_of
 from megatron_dppo.data.tokenizer import Tokenizer
@@ -103,20 +103,11 @@ def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> lis
     return [problem for source in sources(config) for problem in _load(source, config, tokenizer, max_positions)]
 
 
-def by_name(problems: Sequence[EvalProblem]) -> dict[str, list[int]]:
-    """The indices of each source's problems, by the source's name."""
+def indices_by(names: Iterable[str]) -> dict[str, list[int]]:
+    """The indices at which each name stands, in the order of their first appearance."""
     found: dict[str, list[int]] = {}
-    for index, problem in enumerate(problems):
-        found.setdefault(problem.name, []).append(index)
-    return found
-
-
-def by_source(problems: Sequence[EvalProblem]) -> dict[str, list[int]]:
-    """The indices of each data source's problems, by the source's name; without those that have none."""
-    found: dict[str, list[int]] = {}
-    for index, problem in enumerate(problems):
-        if problem.prompt.data_source:
-            found.setdefault(problem.prompt.data_source, []).append(index)
+    for index, name in enumerate(names):
+        found.setdefault(name, []).append(index)
     return found
 
 
@@ -172,7 +163,7 @@ class Evaluator:
             problems: to be asked, the same on every rank.
             keep: the number of problems, from the first one on, whose answers keep their texts.
             of_all: the number of answers of the whole evaluation. Once more of them failed than ``reward.max_failures``
-                allows, the rest is left unscored, and :meth:`check_failures` will stop the evaluation.
+                allows, the rest is left unscored, and ``check_failures`` will stop the evaluation.
         """
         settings = self._config.eval
         mine = range(self._world.rank, len(problems), self._world.size)
@@ -193,45 +184,35 @@ class Evaluator:
             )
             for verifier, collector in self._collectors.items()
         }
-        shares: list[tuple[list[int], EvalAnswers]] = []
+        answered: dict[int, tuple[list[Answer], float]] = {}
+        failed: list[Score] = []
         for verifier, collector in self._collectors.items():
-            answers = collector.answers(prompts[verifier], asked[verifier], of_all=of_all)
-            share = self._share(indices[verifier], answers, verifier, keep)
-            shares += self._world.gather((indices[verifier], share))
-        given = {
-            index: (group, majority)
-            for theirs, share in shares
-            for index, group, majority in zip(theirs, share.answers, share.votes, strict=True)
-        }
-        return EvalAnswers(
-            answers=[given[index][0] for index in range(len(problems))],
-            votes=np.array([given[index][1] for index in range(len(problems))], np.float64),
-            failed=[score for _, share in shares for score in share.failed],
-        )
+            groups = collector.answers(prompts[verifier], asked[verifier], of_all=of_all)
+            share = self._share(indices[verifier], groups, verifier, keep)
+            for theirs, theirs_failed in self._world.gather((share, failed_scores(groups))):
+                answered |= theirs
+                failed += theirs_failed
+        in_order = [answered[index] for index in range(len(problems))]
+        votes = np.array([vote for _, vote in in_order], np.float64)
+        return EvalAnswers([answers for answers, _ in in_order], votes, failed)
 
-    def check_failures(self, failed: Sequence[Score], of_all: int) -> None:
-        """
-        Raises:
-            UserError: on every rank, if more than ``reward.max_failures`` of all answers could not be scored.
-        """
-        check_failures(self._config.reward, failed, of_all)
-
-    def _share(self, indices: Sequence[int], answers: Sequence[Group], verifier: str, keep: int) -> EvalAnswers:
-        """Answers of this rank's problems, for all ranks."""
+    def _share(
+        self, indices: Sequence[int], groups: Sequence[Group], verifier: str, keep: int
+    ) -> dict[int, tuple[list[Answer], float]]:
+        """Answers to this rank's problems and their votes, by the problems' indices, for all ranks."""
         tags = self._config.reward.thinking_tags
-        groups = [
+        answers = [
             [
                 _answer(completion, text, None if score.failure else score, group.prompt.text, tags)
                 for completion, text, score in zip(group.completions, group.texts, group.scores, strict=True)
             ]
-            for group in answers
+            for group in groups
         ]
-        told = [
-            group if index < keep else [dataclasses.replace(answer, text=None) for answer in group]
-            for index, group in zip(indices, groups, strict=True)
-        ]
-        majority = self._vote(groups, verifier)
-        return EvalAnswers(told, majority, failed_scores(answers))
+        majority = self._vote(answers, verifier).tolist()
+        for number, index in enumerate(indices):
+            if index >= keep:
+                answers[number] = [dataclasses.replace(answer, text=None) for answer in answers[number]]
+        return dict(zip(indices, zip(answers, majority, strict=True), strict=True))
 
     def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
         def same(pairs: Sequence[Pair]) -> list[bool]:
@@ -344,20 +325,20 @@ class HeldOutScores:
     """How many were asked, by name. The interval of an accuracy depends on it."""
 
 
-def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: EvalConfig) -> HeldOutScores:
+def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Config) -> HeldOutScores:
     """Answer every problem. Collective. Rates are over the answers that could be scored.
 
     Args:
         evaluator: of the run.
         problems: held out, those of one file after those of another.
-        config: says how often each is answered, and how many answers are returned for people to read.
+        config: of the run: how often each is answered, and how many answers are returned for people to read.
 
     Raises:
         UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
     """
-    of_all = config.samples * len(problems)
-    found = evaluator.answer(problems, keep=config.show, of_all=of_all)
-    evaluator.check_failures(found.failed, of_all)
+    of_all = config.eval.samples * len(problems)
+    found = evaluator.answer(problems, keep=config.eval.show, of_all=of_all)
+    check_failures(config.reward, found.failed, of_all)
     answers = [answer for group in found.answers for answer in group]
     rewards = [answer.score.reward for answer in answers if answer.score]
     metrics = {
@@ -365,7 +346,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Eval
         "eval/response_len/mean": sum(answer.tokens for answer in answers) / max(len(answers), 1),
     }
     accuracies = []
-    indices = by_name(problems)
+    indices = indices_by(problem.name for problem in problems)
     for name, mine in indices.items():
         figures = _figures(name, [found.answers[i] for i in mine], found.votes[mine])
         if name:
@@ -373,7 +354,8 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Eval
         else:
             metrics |= {f"eval/accuracy{key}": value for key, value in figures.items() if key.startswith("-")}
         accuracies += [figures[name]] if name in figures else []
-    groups = by_source(problems)
+    groups = indices_by(problem.prompt.data_source for problem in problems)
+    groups.pop("", None)
     for name, mine in groups.items() if 1 < len(groups) <= MOST_SOURCES else ():
         correct = [_is_right(answer) for index in mine for answer in found.answers[index] if answer.score]
         metrics |= {f"eval/{BY_SOURCE}{name}": sum(correct) / len(correct)} if correct else {}
@@ -382,7 +364,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Eval
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     shown = [
         ShownAnswer(problem.prompt.text, group[0].text or "", problem.prompt.label_text, _is_right(group[0]) == 1.0)
-        for problem, group in zip(problems[: config.show], found.answers, strict=False)
+        for problem, group in zip(problems[: config.eval.show], found.answers, strict=False)
     ]
     counts = {name: len(of) for name, of in indices.items()}
     return HeldOutScores(metrics, tuple(shown), tracebacks(found.failed), counts)

@@ -19,7 +19,6 @@ from megatron_dppo.evaluation.answers import AnswerRow, read_finished
 from megatron_dppo.rl.intervals import CONFIDENCE, Estimate, estimate
 from megatron_dppo.rl.types import Floats
 
-LENGTH, REWARD = "mean_length", "mean_reward"
 FEWEST = 10
 """With fewer problems resampling says nothing about a difference: with one problem the interval is a point."""
 RESAMPLES = 4000
@@ -121,22 +120,19 @@ def score(problems: Sequence[Sequence[AnswerRow]]) -> dict[str, Any]:
         "avg@k": per_problem_mean(correct),
         **{f"pass@{k}": pass_at(correct, k) for k in powers},
         "majority": _column(problems, "majority")[:, 0],
-        REWARD: per_problem_mean(_column(problems, "reward")),
-        LENGTH: _column(problems, "tokens").mean(axis=1),
+        "mean_reward": per_problem_mean(_column(problems, "reward")),
+        "mean_length": _column(problems, "tokens").mean(axis=1),
         "truncated": np.array([[row["finish"] == "length" for row in of] for of in problems], np.float64).mean(axis=1),
     }
     found = {
-        name: _cell(each if name in (LENGTH, REWARD) else share_bounds(each, len(problems)))
+        name: _cell(each if name.startswith("mean_") else share_bounds(each, len(problems)))
         for name, each in estimates(columns).items()
     }
     return {
         "problems": len(problems),
-        "avg@k": found["avg@k"],
-        "pass@k": {str(k): found[f"pass@{k}"] for k in powers},
-        "majority": found["majority"],
-        "mean_reward": found[REWARD],
-        "mean_length": found[LENGTH],
-        "truncated": found["truncated"],
+        "avg@k": found.pop("avg@k"),
+        "pass@k": {str(k): found.pop(f"pass@{k}") for k in powers},
+        **found,
         "unscored": int(np.isnan(correct).sum()),
     }
 

@@ -74,14 +74,14 @@ def gym(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gym")
 def test_pools_share_no_question_and_grow_without_change() -> None:
     def questions_of(split: str, **changes: int) -> list[str]:
-        return [row["prompt"] for row in make_problems(replace(GYM, **changes), split=split)]
+        return [row["prompt"] for row in make_problems(replace(GYM, **changes), split)]
 
     train, held_out = questions_of("train"), questions_of("eval")
     assert (len(train), len(held_out)) == (60, 15)
     assert len({*train, *held_out}) == 75
     assert questions_of("train") == train != questions_of("train", seed=8)
     assert questions_of("eval", problems=90) == held_out
-    sources = [row["data_source"].partition("/")[2] for row in make_problems(GYM, split="train")]
+    sources = [row["data_source"].partition("/")[2] for row in make_problems(GYM, "train")]
     assert {sources.count(task) for task in TASKS} == {20}
 
 
@@ -92,14 +92,14 @@ def test_pools_do_not_depend_on_the_hash_seed(monkeypatch: pytest.MonkeyPatch) -
     made = []
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        made.append([row["prompt"] for row in make_problems(config, split="train")])
+        made.append([row["prompt"] for row in make_problems(config, "train")])
     assert made[0] == made[1] and "isomorphic" in made[0][0]
 
 
 @pytest.mark.usefixtures("gym")
 def test_settings_of_a_task_decide_right_answers() -> None:
     tasks = {"decimal_arithmetic": {"min_num_decimal_places": 8, "max_num_decimal_places": 10}}
-    (row,) = make_problems(ReasoningGymConfig(tasks=tasks, problems=1, eval_problems=1, seed=3), split="train")
+    (row,) = make_problems(ReasoningGymConfig(tasks=tasks, problems=1, eval_problems=1, seed=3), "train")
     for answer, right in ((row["label"], True), (f"{float(row['label']):.3f}", False)):
         assert reasoning_gym_score(row["data_source"], answer, row["label"], row["extra_info"])["acc"] is right
 
@@ -134,7 +134,7 @@ def test_an_unknown_task_or_setting_is_refused(tasks: dict[str, Any], words: str
 def test_a_task_with_too_few_problems_is_refused() -> None:
     digits = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     with pytest.raises(UserError, match="has no more than about"):
-        make_problems(ReasoningGymConfig(tasks={"chain_sum": digits}, problems=500), split="train")
+        make_problems(ReasoningGymConfig(tasks={"chain_sum": digits}, problems=500), "train")
 
 
 @pytest.mark.parametrize(("leaves", "code"), [("", 0), ("import os; os.kill(os.getpid(), 9)", -9)])

@@ -3,6 +3,7 @@
 import datetime
 import fcntl
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -167,15 +168,22 @@ def test_a_damaged_entry_is_made_again(load: Load, tmp_path: Path, cache: Path) 
 
 
 @pytest.mark.usefixtures("large")
-def test_an_entry_replaces_old_drafts(load: Load, tmp_path: Path, cache: Path) -> None:
+def test_an_entry_waits_for_its_writer_and_replaces_a_killed_ones_draft(
+    load: Load, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The lock of a draft in the making is held, that of a killed process is free."""
-    left, written = cache / "a.draft", cache / "b.draft"
-    for draft in (left, written):
-        draft.mkdir(parents=True)
-    with (cache / "b.lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        load(write(tmp_path / "rows.jsonl", ROWS[:2]))
-    assert not left.exists() and written.exists()
+    file = write(tmp_path / "rows.jsonl", ROWS[:2])
+    before = fields(load(file))
+    (entry,) = entries(cache)
+    draft = cache / f".{entry.name}.writing"
+    entry.rename(draft)
+    held = os.open(draft, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    monkeypatch.setattr(stored.time, "sleep", lambda seconds: fcntl.flock(held, fcntl.LOCK_UN))
+    assert fields(load(file)) == before
+    assert "waiting for another process that tokenises" in capsys.readouterr().err
+    assert entries(cache) == [entry]
+    os.close(held)
 
 
 @pytest.mark.usefixtures("large")

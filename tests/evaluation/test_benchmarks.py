@@ -17,7 +17,7 @@ from megatron_dppo.evaluation.benchmarks import (
     read_benchmark,
     sources,
 )
-from megatron_dppo.evaluation.evaluator import by_name, held_out
+from megatron_dppo.evaluation.evaluator import held_out
 from megatron_dppo.init import train_bpe, write_tokenizer
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -127,7 +127,7 @@ def test_problems_are_rendered_and_numbered_with_own_ids(short: Path, bpe: Token
     own.write_text('{"question": "1+1=", "ground_truth": 2}\n{"question": "2+2=", "ground_truth": 4}\n')
     config = load_config(None, [f"eval.benchmarks=[gsm8k, own={own}, arithmetic]", "eval.problems=2"])
     problems = held_out(config, bpe, max_positions=4096)
-    assert list(by_name(problems)) == ["gsm8k", "own", "arithmetic"]
+    assert list(dict.fromkeys(problem.name for problem in problems)) == ["gsm8k", "own", "arithmetic"]
     assert [(p.number, p.verifier) for p in problems] == [(0, "math"), (1, "math"), *[(0, "math"), (1, "math")] * 2]
     assert len({problem.prompt.id for problem in problems}) == 6
     gsm8k, own_first = problems[0].prompt, problems[2].prompt

@@ -26,6 +26,7 @@ from megatron_dppo.evaluation.evaluator import (
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.types import Prompt
+from megatron_dppo.rollout.scoring import check_failures
 from megatron_dppo.settings import load_config
 from megatron_dppo.trainer.assemble import PolicyParts
 from megatron_dppo.trainer.run_logger import read_answers, record_answers
@@ -70,7 +71,7 @@ def evaluate_answers(
 
     def evaluate_on_a_rank(world: World) -> tuple[HeldOutScores, ScriptedEngine]:
         evaluator, engine = build_evaluator(tokenizer, answers, world, config, {FAILING: workers or ScriptedWorkers()})
-        return evaluate(evaluator, problems, config.eval), engine
+        return evaluate(evaluator, problems, config), engine
 
     return as_ranks(ranks, evaluate_on_a_rank)
 
@@ -123,9 +124,9 @@ def test_failures_are_limited_in_a_whole_evaluation_not_a_batch(tokenizer: Token
     evaluator, _ = build_evaluator(tokenizer, answers, world_of(1, 0), config, {FAILING: ScriptedWorkers()})
     problems = [EvalProblem("", i, prompt, FAILING) for i, prompt in enumerate(pool_of(6))]
     first, second, third = (evaluator.answer(problems[i : i + 2], keep=0, of_all=6).failed for i in (0, 2, 4))
-    evaluator.check_failures([*first, *second], 6)
+    check_failures(config.reward, [*first, *second], 6)
     with pytest.raises(UserError, match="2 of 6 completions"):
-        evaluator.check_failures([*first, *second, *third], 6)
+        check_failures(config.reward, [*first, *second, *third], 6)
 
 
 def test_an_evaluation_has_its_own_limits_and_sampling(tokenizer: Tokenizer) -> None:
