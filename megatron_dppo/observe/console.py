@@ -45,8 +45,6 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
 )
 """Title, metric and form of each column. "prompts" and "tokens" are the shares that pruning kept; "noise" is the factor
 by which pruning multiplied the gradient's estimated variance."""
-
-_RUN = ("reward", "held-out", "length", "prompts", "tokens", "noise", "fill", "grad", "lr", "seconds")
 _WARM_UP = ("loss", "grad", "lr", "seconds")
 
 
@@ -71,8 +69,8 @@ class Console:
         if not any(key in metrics for _, key, _ in _COLUMNS):
             return
         if not self._columns:
-            titles = _WARM_UP if "train/loss" in metrics and "rollout/raw_reward" not in metrics else _RUN
-            self._columns = [column for column in _COLUMNS if column[0] in titles]
+            warm_up = "train/loss" in metrics and "rollout/raw_reward" not in metrics
+            self._columns = [c for c in _COLUMNS if (c[0] in _WARM_UP if warm_up else c[0] != "loss")]
         if self._rows % HEADER_EVERY == 0:
             self._print(self._header(metrics))
         self._rows += 1

@@ -59,21 +59,15 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, resume_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._event, self._summary = Event, Summary
-        self._events = EventFileWriter(str(folder / "tensorboard"))
-        # TensorBoard then hides what earlier event files say of the steps that are taken again.
+        # TensorBoard hides values of earlier event files from ``purge_step`` on: these steps are taken again.
         first = resume_step + 1 if resume_step > 0 else 0
-        purge = SessionLog(status=SessionLog.START)
-        self._events.add_event(Event(wall_time=time.time(), step=first, session_log=purge))
+        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
     def write(self, step: int, row: Row) -> None:
-        values = [self._summary.Value(tag=key, simple_value=value) for key, value in row.items()]
-        said = self._summary(value=values)
-        self._events.add_event(self._event(wall_time=time.time(), step=int(step), summary=said))
+        for key, value in row.items():
+            self._events.add_scalar(key, value, step)
         self._events.flush()
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_dppo.errors import without_passwords
@@ -37,7 +37,7 @@ def public(key: str, value: Any) -> Any:
         value = list(_masked(value))
     elif key.startswith(MAPPINGS):
         value = _without_texts(value)
-    return _without_passwords(value)
+    return map_texts(value, without_passwords)
 
 
 def public_text(key: str, value: Any) -> str:
@@ -71,9 +71,10 @@ def _without_texts(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float) else "…"
 
 
-def _without_passwords(value: Any) -> Any:
+def map_texts(value: Any, convert: Callable[[str], str]) -> Any:
+    """Return a value of JSON with each text in it converted."""
     if isinstance(value, Mapping):
-        return {name: _without_passwords(each) for name, each in value.items()}
+        return {name: map_texts(each, convert) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_passwords(each) for each in value]
-    return without_passwords(value) if isinstance(value, str) else value
+        return [map_texts(each, convert) for each in value]
+    return convert(value) if isinstance(value, str) else value

@@ -37,6 +37,8 @@ of these, and ``eval`` lies outside of it. What a step spends in none of these i
 
 TRAINING = ("deliver", "log_probs", "actor_train")
 """Phases whose seconds grow with the tokens trained on."""
+ROLLED_OUT = ("train/tokens", "prune/saved_tokens_completions", "prune/zero_advantage_tokens")
+"""Row tokens rolled out: trained on; pruned with a gradient; without a gradient."""
 COMPUTING = ("log_probs", "actor_train")
 """Phases in which the trainer passes tokens through the policy."""
 
@@ -95,13 +97,11 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """``perf/saved_prompts_time`` and ``perf/saved_completions_time``: the first two of ``saving``, from a step's own
     counts. Each is left out where the step has no tokens to go by. And ``perf/pruning_efficiency``: how many times less
     variance × seconds the step has than without pruning; 1 for a smaller batch. Not of a biased rule."""
-    prompts, completions = (metrics.get(f"prune/saved_tokens_{level}") for level in ("prompts", "completions"))
-    if prompts is None or completions is None:
+    if not {"prune/saved_tokens_prompts", "prune/saved_tokens_completions"} <= metrics.keys():
         return {}
-    zero_advantage = metrics.get("prune/zero_advantage_tokens", 0.0)
-    by_prompts, by_completions, by_both = saving(metrics, pruned=completions, zero_advantage=zero_advantage)
+    by_prompts, by_completions, by_both = saving(metrics)
     saved = {}
-    if metrics.get("train/tokens", 0.0) + completions + zero_advantage:
+    if sum(metrics.get(key, 0.0) for key in ROLLED_OUT):
         saved["perf/saved_prompts_time"] = by_prompts
     if metrics.get("train/tokens"):
         saved["perf/saved_completions_time"] = by_completions
@@ -110,7 +110,7 @@ def saved_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     return saved
 
 
-def saving(metrics: Mapping[str, float], *, pruned: float, zero_advantage: float) -> tuple[float, float, float]:
+def saving(metrics: Mapping[str, float]) -> tuple[float, float, float]:
     """Estimate from a step's own timers how many seconds longer it would have taken with all prompts, with all
     completions, and with both. In the first two the other level stays pruned as it was.
 
@@ -119,13 +119,8 @@ def saving(metrics: Mapping[str, float], *, pruned: float, zero_advantage: float
     tokens that was kept of the others. What a step costs whatever its size (a sync, a server's latency) is not saved;
     with ``rollout.ahead`` only the seconds that the trainer waited for rollouts count. Completions with zero advantage
     are dropped with pruning off too, and are no saving.
-
-    Args:
-        metrics: of the step.
-        pruned: row tokens that were rolled out, had a gradient, and were not trained on.
-        zero_advantage: row tokens that were rolled out and had no gradient.
     """
-    trained = metrics.get("train/tokens", 0.0)
+    trained, pruned, zero_advantage = (metrics.get(key, 0.0) for key in ROLLED_OUT)
     rolled_out = trained + pruned + zero_advantage
     rolling_out = metrics.get("perf/rollout_time", 0.0)
     training = sum(metrics.get(f"perf/{phase}_time", 0.0) for phase in TRAINING)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_dppo.config.loss import is_server
 from megatron_dppo.hub import is_id
 from megatron_dppo.models.shape import published
 from megatron_dppo.observe.metrics import summarise
-from megatron_dppo.observe.private import public
+from megatron_dppo.observe.private import map_texts, public
 from megatron_dppo.report.charts import say
 from megatron_dppo.report.learning import wilson
 from megatron_dppo.report.run import Record, RunRecord, data_of, default_of
@@ -176,17 +177,11 @@ def _settings(run: RunRecord) -> Iterator[str]:
     yield "| setting | value |"
     yield "|---|---|"
     for key, value in differ.items():
-        yield f"| {_code(key)} | {_code(short(_without_places(key, public(key, value))))} |"
+        yield f"| {_code(key)} | {_code(short(map_texts(public(key, value), partial(_without_place, key))))} |"
 
 
-def _without_places(key: str, value: Any) -> Any:
-    """Names in the place of paths."""
-    if isinstance(value, dict):
-        return {name: _without_places(key, of) for name, of in value.items()}
-    if isinstance(value, list):
-        return [_without_places(key, of) for of in value]
-    if not isinstance(value, str):
-        return value
+def _without_place(key: str, value: str) -> str:
+    """A name in the place of a path."""
     if is_server(value):
         return "a server"
     named = key.startswith(PLACES) or key.endswith(".function") or value.startswith(("/", "~", "."))

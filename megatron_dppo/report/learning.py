@@ -93,7 +93,7 @@ def packs(runs: Sequence[RunRecord]) -> Chapter:
         "Empty slots of a pack cost time and train nothing. Trainer and engine score the same tokens with the same "
         "weights: they may differ by rounding only, and a run that passes the limit stops."
     )
-    rows = [[what, *(_figures(run, *how) for run in runs)] for what, *how in DIFFERENCES]
+    rows = [[what, *(_figures(run, key, form, number) for run in runs)] for what, key, form, number in DIFFERENCES]
     rows.append(["limit of mean |Δ log p|", *(say(_limit(run), "number") for run in runs)])
     measured = any(run.mean("pack/fill") is not None for run in runs)
     parts = [Table(["", *(run.name for run in runs)], rows)] if measured else []

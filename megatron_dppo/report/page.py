@@ -20,7 +20,7 @@ from megatron_dppo.observe.console import PALETTE, SAME
 from megatron_dppo.observe.metrics import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
-from megatron_dppo.report.charts import Chart, or_why, say, smoothed_at_ends
+from megatron_dppo.report.charts import Chart, Line, or_why, say, smoothed_at_ends
 from megatron_dppo.report.learning import learning, packs, signs, wilson
 from megatron_dppo.report.parts import Chapter
 from megatron_dppo.report.pruning import prunes, pruning
@@ -181,7 +181,7 @@ def _figures(run: RunRecord) -> Iterator[Figure]:
     if len(accuracy):
         before_after = f"{100 * accuracy[0]:.1f} → {say(accuracy[-1], 'share')}"
         yield "held-out accuracy", before_after, _how_sure(run, accuracy)
-    reward = run.line("rollout/raw_reward")
+    reward = Line(run.name, run.colour, *run.series("rollout/raw_reward"), noisy=True)
     if len(reward.y):
         drawn = f"{say(reward.first, 'number')} → {say(reward.last, 'number')}"
         steps = "step" if (ends := smoothed_at_ends(len(reward.y))) == 1 else f"{ends} steps"

@@ -93,8 +93,9 @@ def noise_chart(run: RunRecord) -> Chart:
     about = "variance over the full batch's, as estimated for independent draws"
     if not prunes(run) or run.mean("prune/kept_token_fraction") is None:
         return Chart(about, empty="no pruning")
-    steps, by_prompts = run.series("prune/noise_share_prompts")
-    _, by_completions = run.series("prune/noise_share_completions")
+    keys = ("step", "prune/noise_share_prompts", "prune/noise_share_completions")
+    rows = [[row[key] for key in keys] for row in run.rows if row.keys() >= set(keys)]
+    steps, by_prompts, by_completions = np.array(rows, dtype=np.float64).reshape(-1, 3).T
     sampling = np.maximum(1.0 - by_prompts - by_completions, 1e-9)
     sources = (("sampling", sampling), ("prompts pruned", by_prompts), ("completions pruned", by_completions))
     layers = [

@@ -23,7 +23,6 @@ from typing_extensions import TypedDict
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.metrics import FILE
 from megatron_dppo.observe.private import public_text
-from megatron_dppo.report.charts import Line
 from megatron_dppo.rl.types import Floats
 from megatron_dppo.settings import settings
 from megatron_dppo.trainer.resume import Change, changes, read_history
@@ -31,8 +30,6 @@ from megatron_dppo.trainer.resume import Change, changes, read_history
 Record = Mapping[str, Any]
 """A line of JSON."""
 CENSUS, ANSWERS = "pruning.jsonl", "answers.jsonl"
-NOISE = {"prune/noise_share_prompts", "prune/noise_share_completions"}
-"""These two are drawn on top of each other: a row that has only one of them is read without it."""
 
 T = TypeVar("T")
 Count = Annotated[FiniteFloat, Gt(0)]
@@ -109,10 +106,6 @@ class RunRecord:
         found = [(row["step"], row[key]) for row in self.rows if key in row]
         steps, values = np.array(found, dtype=np.float64).reshape(-1, 2).T
         return steps, values
-
-    def line(self, key: str, *, noisy: bool = True) -> Line:
-        """Over the steps."""
-        return Line(self.name, self.colour, *self.series(key), noisy=noisy)
 
     def mean(self, key: str) -> float | None:
         values = self.series(key)[1]
@@ -192,7 +185,7 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
     history = read_history(folder)
     rows, census, answers = (_rows(folder / file) for file in (FILE, CENSUS, ANSWERS))
     counted = _of_form(CensusRow, census)
-    read = {FILE: rows, CENSUS: counted, ANSWERS: answers}
+    read: Mapping[str, Sequence[object]] = {FILE: rows, CENSUS: counted, ANSWERS: answers}
     return RunRecord(
         name=name,
         folder=folder,
@@ -203,7 +196,7 @@ def read_run(folder: Path, name: str, number: int = 0) -> RunRecord:
             for before, entry in pairwise(history)
             if (found := changes(before.settings, entry.settings))
         ],
-        rows=[_numbers(row) for row in rows],
+        rows=[{key: value for key, value in row.items() if is_number(value)} for row in rows],
         census=counted,
         answers=[{**row, "answers": _of_form(SampleAnswer, row.get("answers"))} for row in answers],
         scores=scores,
@@ -248,12 +241,6 @@ def _parse(text: str) -> Record:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _numbers(row: Record) -> Record:
-    """The entries of a row of metrics that are finite numbers."""
-    found = {key: value for key, value in row.items() if is_number(value)}
-    return found if found.keys() >= NOISE else {key: found[key] for key in found if key not in NOISE}
 
 
 def _of_form(form: type[T], rows: Any) -> list[T]:

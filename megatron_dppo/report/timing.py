@@ -289,14 +289,11 @@ class Spent:
 def spent(run: RunRecord) -> Spent:
     """The seconds of every row, times the GPUs or processes that the run held then."""
     servers = _server_gpus(run)
-    # In pruning.jsonl ``idle`` counts completions with zero advantage.
-    dropped = {row["step"]: (row["pruned"][1], row["idle"][1]) for row in run.census}
     hours, saved = 0.0, [0.0, 0.0, 0.0]
     for row in run.rows:
         held = (_ranks(run, row) + (servers or 0)) / 3600.0
         hours += held * (row.get("perf/step_time", 0.0) + row.get("perf/eval_time", 0.0))
-        pruned, zero_advantage = dropped.get(row["step"], (0, 0))
-        for i, seconds in enumerate(saving(row, pruned=pruned, zero_advantage=zero_advantage)):
+        for i, seconds in enumerate(saving(row)):
             saved[i] += held * seconds
     return Spent(hours, saved[0], saved[1], saved[2], _devices(run, servers))
 

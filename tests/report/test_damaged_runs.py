@@ -64,7 +64,8 @@ def test_failed_chart_is_named_in_its_place(tmp_path: Path) -> None:
     run = read_run(whole(tmp_path / "run"), "run")
     object.__setattr__(run, "census", [{"step": 1}])
     assert answers_chart(run).empty == "cannot be drawn: KeyError: 'binary'"
-    assert "cannot be drawn: KeyError: &#39;pruned&#39;" in page([run])
+    object.__setattr__(run, "rows", [{"step": 1, "perf/step_time": "long"}])
+    assert "cannot be drawn: TypeError: " in page([run])
     draw_pictures(run, tmp_path)
 
 

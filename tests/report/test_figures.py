@@ -36,7 +36,8 @@ def one_step(folder: Path, *, prompts: float, completions: float, **held: float)
         "step": 1,
         "train/tokens": trained,
         "prune/saved_tokens_prompts": 1000.0 - rolled_out,
-        "prune/saved_tokens_completions": rolled_out - trained,
+        "prune/saved_tokens_completions": 0.8 * rolled_out - trained,
+        "prune/zero_advantage_tokens": 0.2 * rolled_out,
         "perf/rollout_time": ROLLOUT_S * rolled_out,
         "perf/actor_train_time": TRAIN_S * trained,
         "perf/step_time": FIXED_S + ROLLOUT_S * rolled_out + TRAIN_S * trained,
@@ -44,9 +45,6 @@ def one_step(folder: Path, *, prompts: float, completions: float, **held: float)
     }
     folder.mkdir(parents=True)
     write_lines(folder / "metrics.jsonl", [row])
-    dropped = 0.2 * rolled_out
-    census = {"step": 1, "kept": [1, trained], "pruned": [1, rolled_out - trained - dropped], "idle": [1, dropped]}
-    write_lines(folder / "pruning.jsonl", [census | {"binary": True, "by_group": [], "by_reward": [], "by_cause": []}])
     return read_runs([folder])[0]
 
 
