@@ -23,7 +23,7 @@ from megatron_dppo.estimate.memory import (
     shared_ranks,
     vocabulary_rows,
 )
-from megatron_dppo.estimate.workload import MeanPack, Setup, mean_pack
+from megatron_dppo.estimate.workload import MeanPack, Setup
 from megatron_dppo.rl.types import Floats
 
 PRODUCTS, STREAMS, LINKS = 0.72, 0.85, 0.8
@@ -140,7 +140,7 @@ class Passes:
 
 def stage_passes(setup: Setup) -> list[Passes]:
     """Passes of the mean pack through each pipeline stage, its messages to other stages included."""
-    layout, pack = setup.layout, mean_pack(setup)
+    layout, pack = setup.layout, setup.mean_pack
     attention, feed_forward = _attention(setup, pack), (_experts if setup.shape.experts else _dense)(setup, pack)
     if setup.shape.hybrid:
         share = 1 / setup.shape.attention_interval

@@ -13,7 +13,7 @@ from megatron_dppo.bridge.mapping import EMBEDDING, adapter_entries, entries
 from megatron_dppo.config import HEAD_CHUNK_MIB, Config, LayoutConfig, LoraConfig
 from megatron_dppo.estimate.assumptions import GIB
 from megatron_dppo.estimate.layers import delta_elements
-from megatron_dppo.estimate.workload import Setup, packs_of, unpruned
+from megatron_dppo.estimate.workload import Setup
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PUBLISHED, PolicyShape, padded_vocab, published, read_shape
 from megatron_dppo.parallel.layout import interleaved_packs, stage_layers
@@ -184,7 +184,7 @@ def actor_memory(setup: Setup) -> Memory:
 def rank_memory(setup: Setup, stage: int) -> Memory:
     """Memory of a rank of a pipeline stage at its peak: in a step in which nothing is pruned."""
     config, assume = setup.config, setup.assume
-    packs = packs_of(unpruned(setup))
+    packs = setup.unpruned.packs
     parts = held_bytes(setup, stage)
     even, uneven = (
         (
@@ -252,7 +252,7 @@ def _teacher_bytes(setup: Setup, stage: int) -> float:
     shapes = [shape_of(path) for path in config.loss.distillation.models]
     if not shapes:
         return 0.0
-    packs = packs_of(unpruned(setup)) if stage == layout.pp - 1 else 0
+    packs = setup.unpruned.packs if stage == layout.pp - 1 else 0
     states = packs * config.loss.updates_per_rollout * config.pack.max_tokens / layout.cp
     weights = {shape: rank_elements(shape, stage, layout).total for shape in shapes}
     largest = max(shapes, key=lambda shape: weights[shape])

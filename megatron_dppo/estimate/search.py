@@ -27,7 +27,7 @@ from megatron_dppo.estimate.memory import (
 )
 from megatron_dppo.estimate.servers import ServerMemory, memories, server_memory
 from megatron_dppo.estimate.time import least_seconds, step_time, trainer_phases
-from megatron_dppo.estimate.workload import Setup, packs_of, place, work_of
+from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.models.shape import PolicyShape
 from megatron_dppo.process.streams import progress
 from megatron_dppo.rollout.servers.launch import spec_of
@@ -291,12 +291,12 @@ def _beside(setup: Setup) -> float:
 
 def _bound(setup: Setup) -> float:
     """The trainer's least seconds, however a layout is cut: those of a mean stage, with the fewest waits."""
-    layout, packs = setup.layout, packs_of(setup)
+    layout, packs = setup.layout, setup.packs
     if layout.pp == 1:
         return sum(trainer_phases(setup).values())
     mean = sum(each.update.total for each in stage_passes(setup)) / layout.pp
     waits = (layout.pp - 1) / max(packs, layout.pp) / min(MOST_VIRTUAL, max(setup.shape.num_layers // layout.pp, 1))
-    return mean * packs * work_of(setup).updates / setup.assume.busy_share * (1 + waits)
+    return mean * packs * setup.work.updates / setup.assume.busy_share * (1 + waits)
 
 
 def _spares(memory: Memory) -> bool:

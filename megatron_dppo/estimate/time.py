@@ -20,7 +20,7 @@ from megatron_dppo.estimate.kernels import (
 )
 from megatron_dppo.estimate.layers import delta_flops
 from megatron_dppo.estimate.memory import cache_bytes, parameters_of, shape_of
-from megatron_dppo.estimate.workload import Setup, Work, packs_of, work_of
+from megatron_dppo.estimate.workload import Setup, Work
 from megatron_dppo.models.shape import PolicyShape
 
 BINS = 64
@@ -54,7 +54,7 @@ class StepTime:
 
 def step_time(setup: Setup, *, concurrency: int) -> StepTime:
     """The time of a step's phases, if a server decodes at most ``concurrency`` completions at once."""
-    config, work, packs = setup.config, work_of(setup), packs_of(setup)
+    config, work, packs = setup.config, setup.work, setup.packs
     rolled, trainer = generation(setup, most=concurrency), trainer_phases(setup)
     phases = _phases(setup, rolled, trainer)
     useful = 3.0 * forward_flops(setup)
@@ -99,8 +99,8 @@ def least_seconds(setup: Setup, *, concurrency: int, training: float | None = No
 
 def trainer_phases(setup: Setup) -> dict[str, float]:
     """Seconds of a step's phases on the trainer's GPUs."""
-    config, work, through = setup.config, work_of(setup), stage_passes(setup)
-    packs, stages = packs_of(setup) * work.updates, range(setup.layout.pp)
+    config, work, through = setup.config, setup.work, stage_passes(setup)
+    packs, stages = setup.packs * work.updates, range(setup.layout.pp)
     train, passes = slowest(each.update for each in through), packs / setup.assume.busy_share
     forward = _scoring(setup, through, packs)
     teachers = [replace(setup, shape=shape_of(teacher)) for teacher in config.loss.distillation.models]
@@ -121,7 +121,7 @@ def trainer_phases(setup: Setup) -> dict[str, float]:
 def _waits(setup: Setup) -> float:
     """Time that a stage waits in a pass over all packs, over the time that it works."""
     layout = setup.layout
-    return (layout.pp - 1) / (layout.vpp * packs_of(setup))
+    return (layout.pp - 1) / (layout.vpp * setup.packs)
 
 
 def slowest(stages: Iterable[Seconds]) -> Seconds:
@@ -137,7 +137,7 @@ def _scoring(setup: Setup, through: Iterable[Passes], packs: float) -> float:
 def layer_flops(setup: Setup) -> float:
     """FLOPs of a token's forward pass through all layers: two for each weight that it meets, and causal attention's
     products with half of its sequence."""
-    shape, context = setup.shape, work_of(setup).context
+    shape, context = setup.shape, setup.work.context
     of_attention = shape.num_layers // shape.attention_interval
     attention = 2.0 * shape.heads * shape.head_dim * context * of_attention
     return 2.0 * parameters_of(shape).matrices + attention + delta_flops(shape) * (shape.num_layers - of_attention)
@@ -150,7 +150,7 @@ def head_flops(shape: PolicyShape) -> float:
 
 def forward_flops(setup: Setup) -> float:
     """FLOPs of a forward pass over all that a step trains on."""
-    work = work_of(setup)
+    work = setup.work
     return layer_flops(setup) * work.trained + head_flops(setup.shape) * work.responses
 
 
@@ -184,7 +184,7 @@ def generation(setup: Setup, *, most: int) -> Generation:
         most: completions that a server holds at once.
     """
     tp, gpus, rollout = min(setup.placement.servers), sum(setup.placement.servers), setup.config.rollout
-    work = work_of(setup)
+    work = setup.work
     lengths, prompt = setup.lengths, setup.prompt
     each = work.completions * tp / gpus
     batch = max(min(each, most, rollout.samples_per_prompt * rollout.max_in_flight * gpus), 1.0)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from megatron_dppo.config import (
     WEIGHT_BYTES,
@@ -131,6 +130,38 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """How much there is to do in a step, on average over the run."""
+
+    prompts: float
+    """Prompts rolled out."""
+    completions: float
+    """Completions rolled out."""
+    generated: float
+    """Tokens rolled out, without prompts."""
+    kept: float
+    """Completions trained on."""
+    trained: float
+    """Tokens trained on, prompts included; those that a pack holds once count once."""
+    context: float
+    """Tokens of their sequence, mean over those trained on; they see half of it."""
+    responses: float
+    """Tokens trained on, without prompts."""
+    updates: int
+
+
+class MeanPack(NamedTuple):
+    """A pack of an update, on average over the run, as one rank has it."""
+
+    tokens: int
+    """Slots of its context-parallel part, padding included."""
+    pairs: float
+    """Σ n² over its sequences of n tokens; causal attention computes half of these pairs."""
+    responses: float
+    """Tokens that go through the head."""
+
+
+@dataclass(frozen=True)
 class Setup:
     """Input of every estimate: a run, its policy, its machines, and the assumptions."""
 
@@ -138,8 +169,6 @@ class Setup:
     shape: PolicyShape
     placement: Placement
     assume: Assumptions
-    found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What :func:`once` keeps."""
 
     @property
     def layout(self) -> LayoutConfig:
@@ -174,42 +203,58 @@ class Setup:
         limit = self.config.rollout.max_response_tokens
         return Lengths(min(self.assume.response_share, 0.999) * limit, limit)
 
+    @cached_property
+    def unpruned(self) -> Setup:
+        """The setup of the same run without pruning."""
+        return dataclasses.replace(self, config=without_pruning(self.config))
 
-Result = TypeVar("Result")
+    @cached_property
+    def work(self) -> Work:
+        """The work of a step, on average over the run."""
+        config, assume, mean, prompt = self.config, self.assume, self.lengths.mean, self.prompt
+        steps, samples = config.run.steps, config.rollout.samples_per_prompt
+        schedules = {config.pruning.prompts.schedule, config.pruning.completions.schedule}
+        constant = {schedule.shape for schedule in schedules} == {"constant"} and not any(s.off_last for s in schedules)
+        every = steps if constant else max(steps // 1000, 1)  # a thousand steps show the schedules of a million
+        shares = [_shares(config, step, assume) for step in range(0, steps, every)]
+        prompts, kept = (sum(values) / len(shares) for values in zip(*shares, strict=True))
+        completions, alone = prompts * samples, kept * samples * (prompt + mean)
+        shared = _prompts_shared(self, prompts, kept * samples) * prompt
+        pairs = alone * (prompt + self.lengths.typical) - shared * prompt
+        return Work(
+            prompts=prompts,
+            completions=completions,
+            generated=completions * mean,
+            kept=kept * samples,
+            trained=alone - shared,
+            context=pairs / (alone - shared) if alone else prompt + self.lengths.typical,
+            responses=kept * samples * mean,
+            updates=config.loss.updates_per_rollout,
+        )
 
+    @cached_property
+    def packs(self) -> int:
+        """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline; sequences
+        longer than half a pack are in packs of their own."""
+        config, layout, work = self.config, self.layout, self.work
+        tokens, replicas, most = work.trained / work.updates, layout.dp or 1, config.pack.max_tokens
+        sequences = work.kept / work.updates / replicas
+        full = ceil(tokens / (replicas * most * self.assume.pack_fill))
+        alone = ceil(sequences * self.lengths.longer_than(most / 2 - self.prompt))
+        wanted = min(packs_wanted(config.pack.min_per_rank, layout.pp), int(sequences))
+        return max(full, alone, wanted, layout.least_packs)
 
-def once(of: Callable[[Setup], Result]) -> Callable[[Setup], Result]:
-    """A function of a setup that computes its result once for each."""
-
-    @wraps(of)
-    def found(setup: Setup) -> Result:
-        if of not in setup.found:
-            setup.found[of] = of(setup)
-        result: Result = setup.found[of]
-        return result
-
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """How much there is to do in a step, on average over the run."""
-
-    prompts: float
-    """Prompts rolled out."""
-    completions: float
-    """Completions rolled out."""
-    generated: float
-    """Tokens rolled out, without prompts."""
-    kept: float
-    """Completions trained on."""
-    trained: float
-    """Tokens trained on, prompts included; those that a pack holds once count once."""
-    context: float
-    """Tokens of their sequence, mean over those trained on; they see half of it."""
-    responses: float
-    """Tokens trained on, without prompts."""
-    updates: int
+    @cached_property
+    def mean_pack(self) -> MeanPack:
+        """The pack of which ``packs`` makes an update. Its capacity is what its tokens, or the longest sequence,
+        need."""
+        config, layout, work = self.config, self.layout, self.work
+        share = 1.0 / (work.updates * (layout.dp or 1) * self.packs)
+        multiple = capacity_multiple(layout, config.pack.max_tokens, cuda=True)
+        longest = self.prompt + self.lengths.limit
+        slots = ceil(max(work.trained * share / self.assume.pack_fill, longest) / multiple) * multiple
+        slots = min(slots, config.pack.max_tokens // multiple * multiple)
+        return MeanPack(slots // layout.cp, work.trained * share * work.context, work.responses * share / layout.cp)
 
 
 def without_pruning(config: Config) -> Config:
@@ -223,37 +268,6 @@ def without_pruning(config: Config) -> Config:
     return replace(config, pruning=off)
 
 
-@once
-def unpruned(setup: Setup) -> Setup:
-    """The setup of the same run without pruning."""
-    return dataclasses.replace(setup, config=without_pruning(setup.config))
-
-
-@once
-def work_of(setup: Setup) -> Work:
-    """The work of a step, on average over the run."""
-    config, assume, mean, prompt = setup.config, setup.assume, setup.lengths.mean, setup.prompt
-    steps, samples = config.run.steps, config.rollout.samples_per_prompt
-    schedules = {config.pruning.prompts.schedule, config.pruning.completions.schedule}
-    constant = {schedule.shape for schedule in schedules} == {"constant"} and not any(s.off_last for s in schedules)
-    every = steps if constant else max(steps // 1000, 1)  # a thousand steps show the schedules of a million
-    shares = [_shares(config, step, assume) for step in range(0, steps, every)]
-    prompts, kept = (sum(values) / len(shares) for values in zip(*shares, strict=True))
-    completions, alone = prompts * samples, kept * samples * (prompt + mean)
-    shared = _prompts_shared(setup, prompts, kept * samples) * prompt
-    pairs = alone * (prompt + setup.lengths.typical) - shared * prompt
-    return Work(
-        prompts=prompts,
-        completions=completions,
-        generated=completions * mean,
-        kept=kept * samples,
-        trained=alone - shared,
-        context=pairs / (alone - shared) if alone else prompt + setup.lengths.typical,
-        responses=kept * samples * mean,
-        updates=config.loss.updates_per_rollout,
-    )
-
-
 def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
     """How many of the kept completions' prompts a pack holds already. On GPUs ``pack.share_prefixes`` = ``auto`` shares
     nothing. A family is cut where it does not fit into a pack."""
@@ -264,42 +278,6 @@ def _prompts_shared(setup: Setup, prompts: float, kept: float) -> float:
     trained_on = prompts * (1.0 - max(1.0 - kept / (prompts * samples), 0.0) ** samples)
     family = setup.prompt + kept / trained_on * setup.lengths.mean
     return max(kept - trained_on * ceil(family / config.pack.max_tokens), 0.0)
-
-
-@once
-def packs_of(setup: Setup) -> int:
-    """Packs of a minibatch on a replica. The packer makes as few as it can, but enough for the pipeline; sequences
-    longer than half a pack are in packs of their own."""
-    config, layout, work = setup.config, setup.layout, work_of(setup)
-    tokens, replicas, most = work.trained / work.updates, layout.dp or 1, config.pack.max_tokens
-    sequences = work.kept / work.updates / replicas
-    full = ceil(tokens / (replicas * most * setup.assume.pack_fill))
-    alone = ceil(sequences * setup.lengths.longer_than(most / 2 - setup.prompt))
-    return max(full, alone, min(packs_wanted(config.pack.min_per_rank, layout.pp), int(sequences)), layout.least_packs)
-
-
-class MeanPack(NamedTuple):
-    """A pack of an update, on average over the run, as one rank has it."""
-
-    tokens: int
-    """Slots of its context-parallel part, padding included."""
-    pairs: float
-    """Σ n² over its sequences of n tokens; causal attention computes half of these pairs."""
-    responses: float
-    """Tokens that go through the head."""
-
-
-@once
-def mean_pack(setup: Setup) -> MeanPack:
-    """The pack of which :func:`packs_of` makes an update. Its capacity is what its tokens, or the longest sequence,
-    need."""
-    config, layout, work = setup.config, setup.layout, work_of(setup)
-    share = 1.0 / (work.updates * (layout.dp or 1) * packs_of(setup))
-    multiple = capacity_multiple(layout, config.pack.max_tokens, cuda=True)
-    longest = setup.prompt + setup.lengths.limit
-    slots = ceil(max(work.trained * share / setup.assume.pack_fill, longest) / multiple) * multiple
-    slots = min(slots, config.pack.max_tokens // multiple * multiple)
-    return MeanPack(slots // layout.cp, work.trained * share * work.context, work.responses * share / layout.cp)
 
 
 def _shares(config: Config, step: int, assume: Assumptions) -> tuple[float, float]:

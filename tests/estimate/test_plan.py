@@ -14,7 +14,7 @@ from megatron_dppo.estimate.plan import as_json, make_plan
 from megatron_dppo.estimate.remedies import nodes_of
 from megatron_dppo.estimate.report import as_text
 from megatron_dppo.estimate.search import with_settings
-from megatron_dppo.estimate.workload import Lengths, Setup, Work, place, work_of
+from megatron_dppo.estimate.workload import Lengths, Setup, Work, place
 from megatron_dppo.models.shape import PUBLISHED
 from megatron_dppo.settings import load_config
 from tests.estimate.planned import EXPERTS, LARGE, MIXTURE, ROOT, SMALL, of, plan, setup, trainer_parts
@@ -199,7 +199,7 @@ def test_shared_prompts_are_trained_on_once_per_pack() -> None:
 
     def work(*more: str) -> tuple[Setup, Work]:
         made = setup(of(*settings, *more), prompt_tokens=2000.0, mixed_share=1.0)
-        return made, work_of(made)
+        return made, made.work
 
     (apart, alone), (_, together) = work(), work("pack.share_prefixes=on", "pack.max_tokens=1000000")
     samples = apart.config.rollout.samples_per_prompt
@@ -212,12 +212,12 @@ def test_shared_prompts_are_trained_on_once_per_pack() -> None:
 def test_schedules_count_by_their_mean() -> None:
     config = of("pruning.prompts.rule=none", "pruning.completions.schedule.shape=linear", "run.steps=1000",
                 "pruning.completions.keep=0.5", "pruning.completions.schedule.ramp=0.5")  # fmt: skip
-    work = work_of(setup(config, mixed_share=1.0))
+    work = setup(config, mixed_share=1.0).work
     assert work.kept / work.completions == pytest.approx(0.5 * 0.75 + 0.5 * 0.5, abs=1e-3)
 
 
 def test_dynamic_sampling_rolls_out_more() -> None:
-    work = work_of(setup(of("pruning.prompts.rule=dynamic_sampling", "pruning.completions.rule=none")))
+    work = setup(of("pruning.prompts.rule=dynamic_sampling", "pruning.completions.rule=none")).work
     assert (work.kept, work.completions) == (2048.0, pytest.approx(2048 / 0.6))
 
 

@@ -9,7 +9,6 @@ from megatron_dppo.estimate.assumptions import Assumptions
 from megatron_dppo.estimate.plan import make_plan
 from megatron_dppo.estimate.search import search
 from megatron_dppo.estimate.time import VARIANCES, _decode_step, measured_variance
-from megatron_dppo.estimate.workload import packs_of
 from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
 from tests.estimate.planned import of, plan, setup
@@ -111,8 +110,8 @@ def test_virtual_stages_divide_the_bubble() -> None:
 
 def test_interleaved_pipeline_has_a_pack_per_stage() -> None:
     few = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "layout.pp=4", "layout.tp=8")
-    assert packs_of(setup(of(*few))) < 4
-    assert packs_of(setup(of(*few, "layout.vpp=2"))) == 4
+    assert setup(of(*few)).packs < 4
+    assert setup(of(*few, "layout.vpp=2")).packs == 4
 
 
 def test_slowest_stage_sets_the_pace() -> None:

@@ -35,7 +35,7 @@ from megatron_dppo.estimate.kernels import (
 )
 from megatron_dppo.estimate.memory import Memory, rank_memory, shape_of
 from megatron_dppo.estimate.time import head_flops, layer_flops
-from megatron_dppo.estimate.workload import Setup, packs_of, place
+from megatron_dppo.estimate.workload import Setup, place
 from megatron_dppo.parallel.layout import layout_text
 from megatron_dppo.trainer.preflight import check_config
 from tests.rehearsal.device import load_device, missing_parts, python_folder
@@ -185,7 +185,7 @@ def findings(setup: Setup, played: Rehearsed) -> dict[str, Any]:
 
 def update_seconds(setup: Setup, stage: int) -> tuple[float, float]:
     """Return planned seconds of an update's kernels and of its collectives on a rank of a stage, without waits."""
-    packs, one = packs_of(setup), stage_passes(setup)[stage].update
+    packs, one = setup.packs, stage_passes(setup)[stage].update
     kernels = packs * one.kernels + optimizer_seconds(setup, stage)
     return kernels, packs * (one.messages + one.exchange) + reduction_seconds(setup, stage)
 

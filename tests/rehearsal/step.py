@@ -16,7 +16,7 @@ import torch
 
 import megatron_dppo.models.policy_head_triton  # noqa: F401
 from megatron_dppo.config import LayoutConfig
-from megatron_dppo.estimate.workload import Setup, work_of
+from megatron_dppo.estimate.workload import Setup
 from megatron_dppo.models import actor as actor_module
 from megatron_dppo.models.actor import Actor, Loss, Sums
 from megatron_dppo.models.frozen import Reference
@@ -187,7 +187,7 @@ def mean_pack(setup: Setup, world: World) -> tuple[int, Pack]:
 
     Response lengths are quantiles of the planned distribution; prompts have the mean length.
     """
-    config, layout, lengths, work = setup.config, setup.placement.layout, setup.lengths, work_of(setup)
+    config, layout, lengths, work = setup.config, setup.placement.layout, setup.lengths, setup.work
     room, prompt = config.pack.max_tokens, max(round(setup.prompt), 1)
     sequences = max(round(work.kept / work.updates / (layout.dp or 1)), 1)
     longer = 1.0 - (np.arange(sequences) + 0.5) / sequences
