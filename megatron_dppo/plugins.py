@@ -212,12 +212,8 @@ def _from_module(where: str, setting: str, spec: str) -> ModuleType:
 
 def _imported(load: Callable[[], Any], setting: str, spec: str) -> Any:
     try:
-        process = os.getpid()
         with standing_in_for_slime():
-            try:
-                return load()
-            finally:
-                end_fork(process)
+            return in_this_process(load)()
     except FAILURES as error:
         of_slime = isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "slime"
         remedy = MISSING if of_slime else "Mend it, or install what it needs"

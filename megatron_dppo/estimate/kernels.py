@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_dppo.config import WEIGHT_BYTES
 from megatron_dppo.estimate.layers import delta_flops
 from megatron_dppo.estimate.memory import (
     head_chunk_bytes,
@@ -46,7 +47,7 @@ COLLECTIVES = (INSIDE, EXCHANGE, REPLICAS, PIPELINE)
 
 
 def kernel_seconds(
-    setup: Setup, flops: float, size: float, *, share: float = PRODUCTS, dtype: str = "bf16",
+    setup: Setup, flops: float, size: float, *, share: float = PRODUCTS, dtype: str | None = None,
     product: tuple[int, int] | None = None,
 ) -> float:  # fmt: skip
     """Least seconds of a kernel.
@@ -56,10 +57,10 @@ def kernel_seconds(
         flops: products and sums.
         size: bytes read and written.
         share: of the matrix rate that the kernel reaches.
-        dtype: of the operands, as ``model.dtype`` has it.
+        dtype: of the operands; None: the model's.
         product: rows and columns of a matrix product, to count what its tiles leave idle.
     """
-    rate = setup.gpu.rate(dtype) * share
+    rate = setup.gpu.rate(dtype or setup.config.model.dtype) * share
     if product and flops:
         rate *= tile_share(*product, PROCESSORS.get(setup.config.cluster.gpu, 132))
     return max(flops / rate, size / (setup.gpu.bandwidth * STREAMS), LEAST_SECONDS)
@@ -355,8 +356,7 @@ def _product(
         dtype: of the operands; None: the model's.
         tiled: whether the roofline counts what tiles leave idle.
     """
-    dtype = dtype or setup.config.model.dtype
-    width = setup.width if dtype == setup.config.model.dtype else 4
+    width = WEIGHT_BYTES[dtype] if dtype else setup.width
     size = width * (rows * inner + inner * columns) + (width if written is None else written) * rows * columns
     product = (round(rows), round(columns)) if tiled else None
     return kernel_seconds(setup, 2.0 * rows * columns * inner, size, dtype=dtype, product=product)
@@ -382,8 +382,7 @@ def _products(setup: Setup, sizes: list[tuple[float, float, float]], *, tiled: b
 def _scores(setup: Setup, forward: float, backward: float) -> Floats:
     """Seconds of kernels of attention by their FLOPs, [2]."""
     both = ((forward, ATTENTION_FORWARD), (backward, ATTENTION_BACKWARD))
-    dtype = setup.config.model.dtype
-    return np.array([kernel_seconds(setup, flops, 0.0, share=share, dtype=dtype) for flops, share in both])
+    return np.array([kernel_seconds(setup, flops, 0.0, share=share) for flops, share in both])
 
 
 def _inside(setup: Setup, pack: MeanPack, *, moves: tuple[int, int] = (2, 3), sums: tuple[int, int] = (1, 1)) -> Floats:

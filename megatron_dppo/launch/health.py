@@ -21,8 +21,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.launch.start import srun_started, torch_environment
-from megatron_dppo.parallel.meeting import LOOPBACK
+from megatron_dppo.launch.start import environment_alone, srun_started, torch_environment
 
 WAIT_S = 120.0
 """How long ranks wait for one another."""
@@ -116,8 +115,7 @@ def main(wait_s: float = WAIT_S) -> int:
     """
     if srun_started(os.environ):
         os.environ.update(torch_environment(os.environ))
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
-    told = {name: os.environ.get(name, value) for name, value in alone.items()}
+    told = {**environment_alone(), **os.environ}
     rank, size, local, port = (int(told[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # torchrun has a store there
     host, limit = told["MASTER_ADDR"], timedelta(seconds=wait_s)

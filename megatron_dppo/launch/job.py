@@ -182,7 +182,7 @@ def _states_at_the_end(experiment: Any) -> set[str]:
 def _add_to_slurm(run: Any, experiment: Any, config: Config, words: Sequence[str]) -> None:
     cluster = config.cluster
     words = job_words(words)
-    job = run.Script(path=str(JOB), args=list(words), entrypoint="bash")
+    job = run.Script(path=str(JOB), args=words, entrypoint="bash")
     actors = _slurm(run, config, words, cluster.nodes, ranks_per_node(config))
     if not cluster.server_nodes:
         experiment.add(job, executor=actors, name="train")

@@ -56,7 +56,7 @@ def run(command: Command, config: Config, options: Options = NO_OPTIONS) -> int:
         return rank_main(command, config, options, first=lambda: _look_first(command, config))
     ranks = ranks_to_start(command, config)
     if ranks == 1:
-        os.environ.update(_alone())
+        os.environ.update(environment_alone())
         try:
             return rank_main(command, config, options)
         except KeyboardInterrupt:
@@ -169,8 +169,8 @@ def _say_what_is_left(job: str, config: Config) -> None:
     tell(f"interrupted; {kept}. SIGUSR1 in place of Ctrl-C has a run save before it ends")
 
 
-def _alone() -> dict[str, str]:
-    """The environment of a process group of one, which meets nobody."""
+def environment_alone() -> dict[str, str]:
+    """Return the environment of a process group of one rank."""
     group = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
     return group | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(usable_cores()))}
 

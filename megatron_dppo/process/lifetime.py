@@ -188,7 +188,7 @@ def listen_for_stop() -> None:
     Slurm sends the signal to every process of a step. It is held back rather than handled, which children inherit: what
     a rank has started, or is starting, does not die of it. The handler is for threads that were there before.
     """
-    _handle(lambda number, frame: _remember())
+    _handle(_remember)
     _handlers[SIGNAL] = signal.getsignal(SIGNAL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
 
@@ -232,7 +232,7 @@ def stop_handed_on(children: Callable[[], list[int]]) -> Iterator[None]:
         signal.signal(SIGNAL, before)
 
 
-def _remember() -> None:
+def _remember(number: int, frame: FrameType | None) -> None:
     global _asked
     _asked = True
 
