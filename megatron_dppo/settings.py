@@ -277,29 +277,22 @@ def _is_writable(value: Any) -> bool:
 
 
 def _value(setting: Setting, text: str) -> Any:
-    """An override's value. It is read as YAML, but words stay words: ``run.dir=2024`` and ``data.label_key=yes``, and
-    in lists of words too: ``rollout.launch.flags=[--context-length, 2048]``."""
+    """Read an override's value as YAML, in which words stay words: ``run.dir=2024`` and ``data.label_key=yes``, and in
+    lists and mappings of words too: ``rollout.launch.flags=[--context-length, 2048]``."""
     kinds = setting.kinds
     if setting.takes_none and text.strip() in ("", "~", "null"):
         return None
     try:
         named = text.lstrip().startswith("{") and any(kind == dict[str, str] for kind in kinds)
-        listed = text.lstrip().startswith("[") and any(get_origin(kind) is tuple for kind in kinds) and str in kinds
-        if named or listed or any(get_origin(kind) is tuple and str in get_args(kind) for kind in kinds):
-            return _with_nulls(yaml.load(text, Loader=yaml.BaseLoader))
-        if str in kinds or any(isinstance(choice, str) for choice in get_args(setting.type)):
+        if named or any(get_origin(kind) is tuple and str in get_args(kind) for kind in kinds):
+            return yaml.load(text, Loader=yaml.BaseLoader)
+        listed = text.lstrip().startswith("[") and any(get_origin(kind) is tuple for kind in kinds)
+        if not listed and (str in kinds or any(isinstance(choice, str) for choice in get_args(setting.type))):
             quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
             return text[1:-1] if quoted else text
         return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError):
         return text
-
-
-def _with_nulls(value: Any) -> Any:
-    """A list of settings each, in which ``null`` is none: in other lists it is a word."""
-    if not isinstance(value, list):
-        return value
-    return [{k: None if v == "null" else v for k, v in e.items()} if isinstance(e, dict) else e for e in value]
 
 
 def _explain(error: ValidationError) -> Iterator[UserError]:
