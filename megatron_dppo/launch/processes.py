@@ -28,7 +28,6 @@ LOOK_S = 0.05
 """Seconds between looks at the ranks."""
 GRACE_S = 30.0
 """How long ranks may take to end, those that were told to and those that have saved, before they are killed."""
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class _SignalError(Exception):
@@ -171,7 +170,7 @@ def _ending_signals() -> Iterator[Callable[[], None]]:
         ignore_them()
         raise _SignalError(number)
 
-    ours = ENDING if threading.current_thread() is threading.main_thread() else ()
+    ours = lifetime.ENDING if threading.current_thread() is threading.main_thread() else ()
     heard = [number for number in ours if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, raise_once) for number in heard}
     try:
@@ -207,20 +206,22 @@ class FirstFailure:
         """Why the run failed, as it was printed; empty where nobody knows."""
         return "\n".join(self._said) or self._read().partition("\n")[2]
 
-    def claim(self, code: int, text: str = "") -> tuple[bool, int]:
-        """Whether this rank is the first to fail and should print ``text``; and the exit code of the run."""
+    def claim(self, code: int, text: str) -> int:
+        """Print why this rank fails, if no other rank has failed before. Return the exit code of the run."""
         try:
             # A marker that is older than this rank would silence it: an earlier run left it.
             if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:
                 self._marker.unlink(missing_ok=True)
             descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
-            return False, self.code() or code
+            return self.code() or code
         except OSError:
-            return True, code  # better said twice than not at all
-        os.write(descriptor, f"{code}\n{text}".encode(errors="backslashreplace"))
-        os.close(descriptor)
-        return True, code
+            pass  # better said twice than not at all
+        else:
+            os.write(descriptor, f"{code}\n{text}".encode(errors="backslashreplace"))
+            os.close(descriptor)
+        tell(text)
+        return code
 
     def code(self) -> int | None:
         """The exit code of the first failure; None if no rank has failed."""

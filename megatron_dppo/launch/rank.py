@@ -29,7 +29,7 @@ from megatron_dppo.parallel.meeting import LOST_CONTACT, loopback_interface, on_
 from megatron_dppo.process import lifetime
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.lifetime import MARKER, die_with
-from megatron_dppo.process.streams import outlive_readers, quieten, tell
+from megatron_dppo.process.streams import outlive_readers, quieten
 from megatron_dppo.rollout.servers.launch import ALLOCATOR, rank_environment
 from megatron_dppo.settings import load_config
 
@@ -120,9 +120,7 @@ def _exits_reported(failure: FirstFailure) -> Iterator[None]:
     rank, leave, said = os.getpid(), os._exit, lifetime.leave
 
     def end(code: int, text: str) -> NoReturn:
-        speaks, code = failure.claim(code, text)
-        if speaks:
-            tell(text)
+        code = failure.claim(code, text)
         if _is_alone():
             failure.forget()
         leave(code)
@@ -180,10 +178,7 @@ def _report(config: Config, error: BaseException, failure: FirstFailure) -> int:
             failure.wait(HOLD_BACK_S)
             hint = ", perhaps because another rank had ended"
         code, text = 1, f"{_name()} crashed{hint}:\n{traceback.format_exc().rstrip()}"
-    speaks, code = failure.claim(code, text)
-    if speaks:
-        tell(text)
-    return code
+    return failure.claim(code, text)
 
 
 def _disk_error(config: Config, error: OSError) -> UserError | None:

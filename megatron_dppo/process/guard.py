@@ -13,10 +13,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from megatron_dppo.process.lifetime import SIGNAL, adopt_orphans, die_with, end_children, exit_process
+from megatron_dppo.process.lifetime import ENDING, SIGNAL, adopt_orphans, die_with, end_children, exit_process
 from megatron_dppo.process.streams import tell
 
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, SIGNAL)
 END = b"ended"
 
 
@@ -27,7 +26,9 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
     checkpoint and a stop, are forwarded to the child. The child has its own session, so that Ctrl-C reaches it once.
     All descendants of the child end with this process.
     """
-    heard = {number for number in HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN} | {signal.SIGCHLD}
+    heard = {number for number in (*ENDING, SIGNAL) if signal.getsignal(number) is not signal.SIG_IGN} | {
+        signal.SIGCHLD
+    }
     before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     parent, (reader, writer) = os.getpid(), os.pipe()
     adopt_orphans()

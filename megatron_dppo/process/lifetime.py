@@ -37,7 +37,8 @@ LOOK_S = 0.2
 GRACE_S = 3.0
 """How long a server may take to end by itself."""
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that end a process."""
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:

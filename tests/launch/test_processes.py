@@ -35,19 +35,20 @@ def test_the_first_cause_is_named(
 ) -> None:
     failure, now = FirstFailure(tmp_path / "marker"), time.time()
     if claimed_s_ago is not None:
-        failure.claim(failed[0])
+        failure.claim(failed[0], "a reason")
         os.utime(tmp_path / "marker", (now - claimed_s_ago,) * 2)
     assert processes._first_cause(failed, failure, all_lived=now - 0.05) == code
-    said = capsys.readouterr().err
+    said = capsys.readouterr().err.removeprefix("a reason\n")
     assert said.startswith(f"error: {named}") if named else said == ""
 
 
-def test_the_first_to_fail_speaks_with_everyone_s_code(tmp_path: Path) -> None:
+def test_the_first_to_fail_speaks_with_everyone_s_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = [FirstFailure(tmp_path / "marker") for _ in range(3)]
     assert ranks[0].code() is None
-    claims = [rank.claim(code) for rank, code in zip(ranks, (2, 1, 1), strict=True)]
-    assert claims == [(True, 2), (False, 2), (False, 2)]
-    assert FirstFailure(tmp_path / "nowhere" / "marker").claim(2) == (True, 2), "without a marker every rank speaks"
+    claims = [rank.claim(code, f"{i}") for i, (rank, code) in enumerate(zip(ranks, (2, 1, 1), strict=True))]
+    assert claims == [2, 2, 2] and capsys.readouterr().err == "0\n"
+    assert FirstFailure(tmp_path / "nowhere" / "marker").claim(2, "without a marker every rank speaks") == 2
+    assert "every rank" in capsys.readouterr().err
 
 
 def test_marker_before_the_run_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,12 +60,13 @@ def test_marker_before_the_run_folder_is_this_users_alone(tmp_path: Path, monkey
     assert other.parent != first.parent and stat.S_IMODE(other.parent.stat().st_mode) == 0o700
 
 
-def test_an_earlier_run_s_marker_silences_nobody(tmp_path: Path) -> None:
-    FirstFailure(tmp_path / "marker").claim(1)
+def test_an_earlier_run_s_marker_silences_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FirstFailure(tmp_path / "marker").claim(1, "earlier")
     before = time.time() - CLOCK_S - 0.5
     os.utime(tmp_path / "marker", (before, before))
     ranks = [FirstFailure(tmp_path / "marker") for _ in range(2)]
-    assert [rank.claim(2) for rank in ranks] == [(True, 2), (False, 2)]
+    assert [rank.claim(2, "now") for rank in ranks] == [2, 2]
+    assert capsys.readouterr().err == "earlier\nnow\n"
 
 
 def test_ranks_end_with_a_failing_callback(tmp_path: Path) -> None:
