@@ -20,6 +20,7 @@ from megatron_dppo.estimate.layers import delta_flops
 from megatron_dppo.estimate.memory import (
     head_chunk_bytes,
     layers_of_stage,
+    optimizer_elements,
     rank_elements,
     shared_ranks,
     vocabulary_rows,
@@ -163,10 +164,8 @@ def stage_passes(setup: Setup) -> list[Passes]:
 
 def optimizer_seconds(setup: Setup, stage: int) -> float:
     """An update's passes over gradients, moments and weights: 4 bytes of a rank's gradient, 46 of its shard of them."""
-    elements, placement = rank_elements(setup.shape, stage, setup.layout), setup.placement
-    shard = elements.dense / placement.replica + elements.experts / placement.expert_replica
-    shard = shard if setup.config.optimizer.distributed else elements.total
-    return kernel_seconds(setup, 0.0, 4.0 * elements.total + 46.0 * shard)
+    elements = rank_elements(setup.shape, stage, setup.layout)
+    return kernel_seconds(setup, 0.0, 4.0 * elements.total + 46.0 * optimizer_elements(setup, elements))
 
 
 def reduction_seconds(setup: Setup, stage: int) -> float:

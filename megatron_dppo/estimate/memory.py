@@ -228,21 +228,27 @@ def resident_bytes(config: Config, memory: Memory) -> float:
 
 def held_bytes(setup: Setup, stage: int) -> dict[str, float]:
     """Bytes that a rank holds during the whole run, exact except for the padding of buffers."""
-    config, placement = setup.config, setup.placement
-    elements, lora = rank_elements(setup.shape, stage, placement.layout), config.model.lora
-    adapters = rank_elements(setup.shape, stage, placement.layout, lora) if lora.rank else RankElements(0, 0)
+    config, lora = setup.config, setup.config.model.lora
+    elements = rank_elements(setup.shape, stage, setup.layout)
+    adapters = rank_elements(setup.shape, stage, setup.layout, lora) if lora.rank else RankElements(0, 0)
     trained = adapters if lora.rank else elements
     # Two moments, and a master copy where the weights are not fp32 themselves.
     state = 12 if config.model.dtype == "bf16" else 8
-    shared = trained.dense / placement.replica + trained.experts / placement.expert_replica
     weights = float((elements.total + adapters.total) * setup.width)
     return {
         "weights": weights,
         "gradients": 4.0 * trained.total,
-        "optimizer": state * (shared if config.optimizer.distributed else trained.total),
+        "optimizer": state * optimizer_elements(setup, trained),
         "reference": weights if config.loss.kl_coef > 0 and not lora.rank else 0.0,
         "teacher": _teacher_bytes(setup, stage),
     }
+
+
+def optimizer_elements(setup: Setup, trained: RankElements) -> float:
+    """Weights whose optimizer state is on a rank that trains ``trained`` weights."""
+    if not setup.config.optimizer.distributed:
+        return trained.total
+    return trained.dense / setup.placement.replica + trained.experts / setup.placement.expert_replica
 
 
 def _teacher_bytes(setup: Setup, stage: int) -> float:

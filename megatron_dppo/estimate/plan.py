@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from megatron_dppo.config import Config, replace
+from megatron_dppo.config import Config
 from megatron_dppo.estimate.assumptions import Assumptions, needs_flash_attn
 from megatron_dppo.estimate.memory import (
     Memory,
@@ -17,7 +17,7 @@ from megatron_dppo.estimate.memory import (
     shape_of,
 )
 from megatron_dppo.estimate.remedies import Closest, remedies
-from megatron_dppo.estimate.search import Change
+from megatron_dppo.estimate.search import Change, with_settings
 from megatron_dppo.estimate.servers import ServerMemory, memories
 from megatron_dppo.estimate.time import StepTime, measured_variance, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
@@ -92,8 +92,7 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     pruned = step_time(setup, concurrency=most)
 
     def unpruned_step(prompts: int) -> StepTime:
-        rollout = replace(config.rollout, prompts_per_step=max(1, prompts))
-        fewer = replace(without_pruning(config), rollout=rollout)
+        fewer = with_settings(without_pruning(config), {"rollout.prompts_per_step": max(1, prompts)})
         return step_time(dataclasses.replace(setup, config=fewer), concurrency=most)
 
     prompts, given = config.rollout.prompts_per_step, assume.variance

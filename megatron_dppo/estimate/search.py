@@ -236,7 +236,7 @@ def best_layout(setup: Setup) -> Setup | None:
         if bound >= least:
             break
         least_recomputed = RECOMPUTATION.index(plain.config.model.recompute)
-        runs = [_recomputed(plain.config, recompute) for recompute in RECOMPUTATION[least_recomputed:]]
+        runs = [with_settings(plain.config, {"model.recompute": each}) for each in RECOMPUTATION[least_recomputed:]]
         for cut in cuts(plain):
             for other in (_laid_out(plain, run, cut) for run in runs):
                 seconds = sum(trainer_phases(other).values())
@@ -251,9 +251,9 @@ def best_layout(setup: Setup) -> Setup | None:
 
 def smallest_layout(setup: Setup) -> Setup | None:
     """The setup whose trainer takes the least memory, with all layers recomputed and the smallest packs."""
-    run = _recomputed(setup.config, "full")
-    packs = {cp: replace(run.pack, max_tokens=_pack_sizes(run, cp)[0]) for cp in CONTEXT}
-    tried = (_laid_out(setup, replace(run, pack=packs[layout.cp]), layout) for layout in layouts(setup))
+    smallest = {cp: _pack_sizes(setup.config, cp)[0] for cp in CONTEXT}
+    runs = {cp: with_settings(setup.config, _in_packs(size, "full")) for cp, size in smallest.items()}
+    tried = (_laid_out(setup, runs[layout.cp], layout) for layout in layouts(setup))
     return min(tried, key=lambda each: actor_memory(each).total, default=None)
 
 
@@ -263,7 +263,7 @@ def _bounded(setup: Setup) -> Iterator[tuple[float, float, Setup]]:
 
     @cache
     def run(size: int, recompute: str) -> Config:
-        return _recomputed(replace(setup.config, pack=replace(setup.config.pack, max_tokens=size)), recompute)
+        return with_settings(setup.config, _in_packs(size, recompute))
 
     for layout in layouts(setup):
         # Every cut has as many layers in the second of several stages, or more, and in the first of two.
@@ -309,8 +309,8 @@ def _step_seconds(setup: Setup) -> float:
     return step_time(setup, concurrency=server.concurrency).seconds if server.fits else inf
 
 
-def _recomputed(config: Config, recompute: str) -> Config:
-    return replace(config, model=replace(config.model, recompute=recompute))
+def _in_packs(size: int, recompute: str) -> Change:
+    return {"pack.max_tokens": size, "model.recompute": recompute}
 
 
 def _laid_out(setup: Setup, run: Config, layout: LayoutConfig) -> Setup:
