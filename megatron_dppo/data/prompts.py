@@ -25,7 +25,6 @@ from megatron_dppo.data.examples import (
     is_within_limit,
     prompt_key,
     read_examples,
-    read_prompt,
     rendered,
     sources_of,
     texts_of,
@@ -245,18 +244,17 @@ def _stored(source: Source, data: DataConfig, policy: Path, *, responses: bool, 
     if responses:
         depends_on["response_key"] = data.response_key
 
-    def encode(rows: list[Row]) -> list[Columns | None]:
+    def encode(rows: list[Row]) -> list[tuple[int, Columns] | None]:
         examples = [example_of(row, data, responses=responses) for row in rows]
         check.look((example.row.place, example.label) for example in examples)
         return [
-            ((r.token_ids, r.response_ids) if responses else (r.token_ids,)) if is_within_limit(r, data) else None
+            (prompt_key(r.example.prompt), (r.token_ids, r.response_ids) if responses else (r.token_ids,))
+            if is_within_limit(r, data)
+            else None
             for r in rendered(examples, data, load(policy), responses=responses)
         ]
 
-    def key(row: Row) -> int:
-        return prompt_key(read_prompt(row, data))
-
-    return store(source.files(), source.setting, depends_on, policy, encode, key)
+    return store(source.files(), source.setting, depends_on, policy, encode)
 
 
 def _read(

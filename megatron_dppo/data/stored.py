@@ -38,10 +38,9 @@ TOKENIZER_FILES = ("token*", "vocab*", "merges*", "special_tokens*", "added_toke
 ROWS, SUMMARY = "rows.arrow", "summary.json"
 Columns = tuple[list[int], ...]
 """The token ids of a row: those of its prompt, and of its worked answer where that is wanted."""
-Key = Callable[[Row], int]
-"""A hash of a row's prompt."""
-Encode = Callable[[list[Row]], list[Columns | None]]
-"""The token ids of some rows; None for a row that is to be left out. Raises UserError for one that is wrong."""
+Encode = Callable[[list[Row]], list[tuple[int, Columns] | None]]
+"""A hash of the prompt and the token ids of each row; None for a row that is to be left out. Raises UserError for a
+wrong row."""
 
 
 def are_large(files: Sequence[Path]) -> bool:
@@ -95,7 +94,7 @@ class StoredRows:
 
 
 def store(
-    files: Sequence[Path], setting: str, depends_on: Mapping[str, Any], tokenizer: Path, encode: Encode, key: Key
+    files: Sequence[Path], setting: str, depends_on: Mapping[str, Any], tokenizer: Path, encode: Encode
 ) -> StoredRows:
     """The rows of some files with their token ids: those that are stored already, or that are made now.
 
@@ -105,7 +104,6 @@ def store(
         depends_on: what the result depends on besides the files and the tokenizer; JSON-able.
         tokenizer: the folder that it is read from.
         encode: called for some rows at a time, and not at all where all is there.
-        key: called for each row that ``encode`` keeps.
 
     Raises:
         UserError: as ``read_rows`` and ``encode``; for files of several kinds, or with different columns; and where the
@@ -123,7 +121,7 @@ def store(
                         raise FileExistsError  # because another process was faster
                     if folder.exists():
                         tell(f"note: {folder} is damaged, and is made again")
-                    _write(draft, files, setting, encode, key)
+                    _write(draft, files, setting, encode)
             except FileExistsError:
                 if not is_waiting:
                     tell(f"waiting for another process that tokenises {files[0]}")
@@ -158,7 +156,7 @@ def _crc32(rows: Path, summary: Mapping[str, Any]) -> int:
     return crc32
 
 
-def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode, key: Key) -> None:
+def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode) -> None:
     import pyarrow
 
     rows, stored, longest, share, writer, schema = 0, 0, 0, 0.0, None, None
@@ -168,18 +166,18 @@ def _write(folder: Path, files: Sequence[Path], setting: str, encode: Encode, ke
             for batch in read_batches(file, setting, BATCH):
                 encoded = encode(batch.rows)
                 data_sources |= {str(row.values.get("data_source") or "") for row in batch.rows}
-                kept = [index for index, columns in enumerate(encoded) if columns is not None]
-                columns = [encoded[index] or () for index in kept]
+                kept = [index for index, found in enumerate(encoded) if found is not None]
                 rows, stored = rows + len(encoded), stored + len(kept)
-                longest = max([longest, *(sum(map(len, each)) for each in columns)])
-                if columns:
+                if kept:
+                    keys, columns = zip(*filter(None, encoded), strict=True)
+                    longest = max(longest, *(sum(map(len, each)) for each in columns))
                     lines = isinstance(batch.values, list)
                     values = pyarrow.array(batch.values, pyarrow.large_binary()) if lines else batch.values
                     arrays = {
                         "file": pyarrow.array([number] * len(kept), pyarrow.int32()),
                         "number": pyarrow.array(batch.numbers, pyarrow.int64()).take(kept),
                         "values": values.take(kept),
-                        "key": pyarrow.array([key(batch.rows[index]) for index in kept], pyarrow.int64()),
+                        "key": pyarrow.array(keys, pyarrow.int64()),
                         **{f"tokens{i}": _lists(each) for i, each in enumerate(zip(*columns, strict=True))},
                     }
                     part = pyarrow.RecordBatch.from_pydict(arrays)

@@ -25,11 +25,14 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_dppo.errors import UserError, install_command, without_passwords
 from megatron_dppo.observe.private import PRIVATE, public
 from megatron_dppo.process.files import replace_text
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Row = Mapping[str, float]
 STATE = "loggers.json"
@@ -50,28 +53,13 @@ class Sink(Protocol):
     def close(self, *, finished: bool) -> None: ...
 
 
-class TensorBoard:
-    """Event files in ``tensorboard/``.
+def _open_tensorboard(folder: Path, resume_step: int) -> SummaryWriter:
+    """Event files in ``tensorboard/``."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    Args:
-        folder: of the run.
-        resume_step: finished steps of the checkpoint that the run goes on from.
-    """
-
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # TensorBoard hides values of earlier event files from ``purge_step`` on: these steps are taken again.
-        first = resume_step + 1 if resume_step > 0 else 0
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first)
-
-    def write(self, step: int, row: Row) -> None:
-        for key, value in row.items():
-            self._events.add_scalar(key, value, step)
-        self._events.flush()
-
-    def close(self) -> None:
-        self._events.close()
+    # TensorBoard hides values of earlier event files from ``purge_step`` on: these steps are taken again.
+    first = resume_step + 1 if resume_step > 0 else 0
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=first)
 
 
 class _WeightsAndBiases:
@@ -211,7 +199,7 @@ class Loggers:
     ) -> None:
         check_loggers(names)
         self._file, self._say = folder / STATE, say
-        self._events = TensorBoard(folder, resume_step) if "tensorboard" in names else None
+        self._events = _open_tensorboard(folder, resume_step) if "tensorboard" in names else None
         if resume_step <= 0:
             self._file.unlink(missing_ok=True)
         self._state = _read_state(self._file)
@@ -233,7 +221,9 @@ class Loggers:
     def write(self, step: int, row: Row) -> None:
         """Give a row to all. A logger that fails is given it again with the next one, and it is said."""
         if self._events:
-            self._events.write(step, row)
+            for key, value in row.items():
+                self._events.add_scalar(key, value, step)
+            self._events.flush()
         for name, sink in self._sinks.items():
             if step <= self._state[name]["step"]:
                 continue

@@ -51,6 +51,12 @@ def wilson(share: float, of: int) -> tuple[float, float]:
     return max(centre - reach, 0.0), min(centre + reach, 1.0)
 
 
+def bounds(share: float, of: int) -> str:
+    """:func:`wilson` in percent, such as ``61.5–84.9``."""
+    low, high = wilson(share, of)
+    return f"{100 * low:.1f}–{100 * high:.1f}"
+
+
 def learning(runs: Sequence[RunRecord]) -> Chapter:
     """Reward and accuracy, drawn over each of four axes; the page shows one of them at a time."""
     time = "perf/step_time"
@@ -151,10 +157,7 @@ def _first_last(run: RunRecord, name: str) -> str:
     if not len(values):
         return "–"
     said = f"{100 * values[0]:.1f} → {100 * values[-1]:.1f}%"
-    if name not in run.problems:
-        return said
-    low, high = wilson(values[-1], run.problems[name])
-    return f"{said} ({100 * low:.1f}–{100 * high:.1f})"
+    return f"{said} ({bounds(values[-1], run.problems[name])})" if name in run.problems else said
 
 
 def _figures(run: RunRecord, key: str, form: Form, *reduce: Reduce) -> str:

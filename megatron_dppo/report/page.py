@@ -21,7 +21,7 @@ from megatron_dppo.observe.metrics import summarise
 from megatron_dppo.observe.timers import duration
 from megatron_dppo.process.files import replacing_file
 from megatron_dppo.report.charts import Chart, Line, or_why, say, smoothed_at_ends
-from megatron_dppo.report.learning import learning, packs, signs, wilson
+from megatron_dppo.report.learning import bounds, learning, packs, signs
 from megatron_dppo.report.parts import Chapter
 from megatron_dppo.report.pruning import prunes, pruning
 from megatron_dppo.report.run import RunRecord, data_of, read_runs
@@ -199,8 +199,7 @@ def _how_sure(run: RunRecord, accuracy: Floats) -> str:
     points = f"{100 * (accuracy[-1] - accuracy[0]):+.1f} points".replace("-", "−")
     if not run.held_out:
         return points
-    low, high = wilson(accuracy[-1], run.held_out)
-    return f"{points}; {100 * low:.1f}–{100 * high:.1f}% is the 95% interval of {run.held_out} problems"
+    return f"{points}; {bounds(accuracy[-1], run.held_out)}% is the 95% interval of {run.held_out} problems"
 
 
 def _pruning(run: RunRecord) -> Figure:

@@ -9,14 +9,6 @@ from megatron_dppo.report.charts import Chart
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """Meaning of a colour."""
-
-    colour: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Charts:
     """Charts beside each other."""
 
@@ -54,7 +46,8 @@ class Bars:
 
     rows: Sequence[tuple[str, str, Sequence[Segment]]]
     """A run's name, its total, its parts."""
-    key: Sequence[Key]
+    key: Sequence[tuple[str, str]]
+    """Colours, each with the name of its part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from megatron_dppo.config.rollout import ServerKind
 from megatron_dppo.observe.timers import PHASES, breakdown, duration, saving
 from megatron_dppo.report.charts import Chart, Layer, say, stack_chart, titled, usual_top
 from megatron_dppo.report.learning import step_numbers
-from megatron_dppo.report.parts import Bars, Chapter, Charts, Key, Note, Part, Segment, Table
+from megatron_dppo.report.parts import Bars, Chapter, Charts, Note, Part, Segment, Table
 from megatron_dppo.report.run import Record, RunRecord
 from megatron_dppo.rl.intervals import student_t
 from megatron_dppo.settings import settings
@@ -49,7 +49,7 @@ def timing(runs: Sequence[RunRecord]) -> Chapter:
     phases = [phase for phase in NAMES if any(mean.get(phase, 0.0) > 0.0 for mean in means.values())]
     longest = max(sum(mean.values()) for mean in means.values()) or 1.0
     bars = [(name, duration(sum(mean.values())), _segments(mean, phases, longest)) for name, mean in means.items()]
-    key = [Key(f"phase-{phase}", phase) for phase in phases]
+    key = [(f"phase-{phase}", phase) for phase in phases]
     top = max(usual_top(of) for of in layers.values())
     charts = [phase_chart(run, f"{run.name}, by phase", top) for run in runs if run.name in layers]
     return Chapter(lead, [Bars(bars, key), _table(means, phases), Charts(charts)])
@@ -289,13 +289,13 @@ class Spent:
 def spent(run: RunRecord) -> Spent:
     """The seconds of every row, times the GPUs or processes that the run held then."""
     servers = _server_gpus(run)
-    hours, saved = 0.0, [0.0, 0.0, 0.0]
+    hours, saved = 0.0, np.zeros(3)
     for row in run.rows:
         held = (_ranks(run, row) + (servers or 0)) / 3600.0
         hours += held * (row.get("perf/step_time", 0.0) + row.get("perf/eval_time", 0.0))
-        for i, seconds in enumerate(saving(row)):
-            saved[i] += held * seconds
-    return Spent(hours, saved[0], saved[1], saved[2], _devices(run, servers))
+        saved += held * np.array(saving(row))
+    by_prompts, by_completions, both = saved.tolist()
+    return Spent(hours, by_prompts, by_completions, both, _devices(run, servers))
 
 
 def _ranks(run: RunRecord, row: Record) -> int:
