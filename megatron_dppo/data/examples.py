@@ -306,7 +306,7 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
         alike = list(run)
         template = chat_template_for(tokenizer, tools)
         for switch in data.chat_template_kwargs:
-            if switch in ("messages", "tools", "add_generation_prompt") or switch not in template:
+            if switch in ("messages", "tools", "add_generation_prompt", "tokenize") or switch not in template:
                 problem = "is no switch of the policy's chat template"
                 remedy = "Remove it, or write it as the template does"
                 raise UserError("data.chat_template_kwargs", switch, problem, remedy)
@@ -314,8 +314,8 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
             remedy = "Take a policy whose template tells it of tools, or remove the column"
             raise alike[0].row.error("has tools, of which the chat template says nothing", remedy)
         chats = [_chat(example.prompt, data.system) for example in alike]
-        options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "tools": tools or None}
-        options |= data.chat_template_kwargs
+        fixed = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
+        options: dict[str, Any] = {**data.chat_template_kwargs, **fixed}
         if data.date:
             options["chat_template"] = stop_clock(template, data.date)
         try:
@@ -325,9 +325,8 @@ def texts_of(examples: Sequence[Example], data: DataConfig, tokenizer: Tokenizer
                 try:
                     texts += tokenizer.apply_chat_template([chat], **options)
                 except Exception as error:
-                    raise example.row.error(
-                        f"fails in the chat template ({error})", "Mend the row's messages"
-                    ) from error
+                    problem = f"fails in the chat template ({error})"
+                    raise example.row.error(problem, "Mend the row's messages") from error
     return texts
 
 
