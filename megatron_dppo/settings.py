@@ -157,7 +157,12 @@ def _from_file(path: str | None) -> dict[str, Any]:
         raise UserError("CONFIG", path, f"is not YAML: {_where(error)}", "mend that line") from None
     if not isinstance(tree, Mapping | None):
         raise UserError("CONFIG", path, "holds no sections", "write sections and settings, as the files in configs/ do")
-    return dict(flattened(tree or {}))
+    given: dict[str, Any] = {}
+    for key, value in flattened(tree or {}):
+        if key in given:
+            raise UserError("CONFIG", path, f"has {key} twice, in its section and by its dotted name", "remove one")
+        given[key] = value
+    return given
 
 
 def _from_override(override: str) -> dict[str, Any]:
