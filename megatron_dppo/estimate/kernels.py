@@ -285,23 +285,18 @@ def _head(setup: Setup, pack: MeanPack) -> Floats:
     scored, h = pack.responses, pack.tokens * shape.hidden / shared_ranks(setup.layout)
     at_once, kept = (min(scored, chunk / (rows * size)) for size in (4, 4 + setup.width))
 
-    def chunks(size: float, seconds: float) -> float:
-        return scored / size * seconds
-
     def logits(size: float) -> float:
-        return chunks(size, _product(setup, size, rows, shape.hidden, written=4))
+        return _product(setup, size, rows, shape.hidden, written=4)
 
-    def read(size: float, width: int) -> float:
-        return chunks(size, kernel_seconds(setup, 0.0, size * rows * width))
-
-    forward = logits(at_once) + read(at_once, 4)
-    backward = read(kept, 4 + setup.width) + chunks(kept, _product(setup, kept, shape.hidden, rows))
-    backward += chunks(kept, _product(setup, rows, shape.hidden, kept, written=8))
+    forward = logits(at_once) + kernel_seconds(setup, 0.0, at_once * rows * 4)
+    backward = kernel_seconds(setup, 0.0, kept * rows * (4 + setup.width)) + _product(setup, kept, shape.hidden, rows)
+    backward += _product(setup, rows, shape.hidden, kept, written=8)
     backward += logits(kept) if kept < scored else 0.0
+    products = np.array([forward / at_once, backward / kept]) * scored
     picked = scored * shape.hidden
     streams = ([2 * h, 2 * picked], [3 * h, *4 * [2 * picked]])
     messages = _inside(setup, pack, moves=(1, 1), sums=(0, 1))
-    return _both(setup, np.array([forward, backward]), streams, messages, launches=(20, LOSS_LAUNCHES))
+    return _both(setup, products, streams, messages, launches=(20, LOSS_LAUNCHES))
 
 
 def _neighbours(setup: Setup, pack: MeanPack, stage: int) -> Floats:
