@@ -30,7 +30,7 @@ from megatron_dppo.report.timing import Race, cost, race, ratios, spent, timing
 from megatron_dppo.rl.types import Floats
 
 MOST_ARMS = 3
-"""That are compared in the headline."""
+"""Most that are compared in large figures; more are compared in words alone."""
 
 
 Figure = tuple[str, str, str]
@@ -106,8 +106,7 @@ def page(runs: Sequence[RunRecord], price: float | None = None) -> str:
         runs=runs,
         headlines=[(run, *or_why(partial(_headline, run), lambda why: (why, "", []))) for run in runs],
         outcome=outcome,
-        few=outcome is not None and len(outcome.arms) <= MOST_ARMS,
-        measured=list(_measured(outcome)) if outcome else [],
+        measured=list(_measured(outcome)) if outcome and len(outcome.arms) <= MOST_ARMS else [],
         sections=sections,
         palette=Markup(_css()),
         style=Markup(style),

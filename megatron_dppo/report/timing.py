@@ -110,14 +110,6 @@ class Race:
     changed: Sequence[str] = ()
     """Settings that a result depends on and that changed during a run, in words."""
 
-    def cells(self, seconds: Mapping[str, float], name: str) -> str:
-        """A run's seconds, and how they compare with the first run's."""
-        if name not in seconds:
-            return "–"
-        first = next(iter(seconds))
-        ratio = "" if name == first or not seconds[first] else f" · {seconds[name] / seconds[first]:.2f}×"
-        return duration(seconds[name]) + ratio
-
     def said(self) -> str:
         """The outcome in words, with its limits."""
         words = [f"Measured, a step: {self._against_first(self.pace)}."]
@@ -129,15 +121,10 @@ class Race:
         if self.changed:
             changed = "; ".join(self.changed)
             words += [f"A setting that a run's result depends on was changed on its way: {changed}."]
-        return " ".join([*words, self.unlike]).rstrip()
-
-    @property
-    def unlike(self) -> str:
-        """Why accuracies are not compared; empty where they are."""
-        if not self.differs:
-            return ""
-        tested = f"The runs were tested on different problems, or in different ways ({', '.join(self.differs)})"
-        return f"{tested}: the times that they took to an accuracy are not compared."
+        if self.differs:
+            tested = f"on different problems, or in different ways ({', '.join(self.differs)})"
+            words += [f"The runs were tested {tested}: the times that they took to an accuracy are not compared."]
+        return " ".join(words)
 
     def _against_first(self, seconds: Mapping[str, float]) -> str:
         words = []
@@ -350,16 +337,12 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
     if priced:
         rows.append(["price of an hour", *("–" if rate is None else f"{rate:g}" for rate in prices)])
         rows += [money("money spent", "hours"), money("money saved, estimated", "both")]
-    if outcome := race(runs):
-        rows.append(["measured, a step", *(outcome.cells(outcome.pace, run.name) for run in runs)])
-        if outcome.target is not None:
-            what = f"measured, until {say(outcome.target, 'share')} were right"
-            rows.append([what, *(outcome.cells(outcome.reached, run.name) for run in runs)])
     lead = (
         "Spent: seconds of all steps and evaluations, times the GPUs or processes held; not starts and checkpoints. "
         "Saved: estimated from each run's own timers, as if every token of a step cost the same; either level with the "
         "pruning of the other as it is, so that both together save more than their sum. Costs that do not "
-        "depend on the tokens are not saved: where a run without pruning is on this page, trust the measured times."
+        "depend on the tokens are not saved: where a run without pruning is on this page, trust the times measured "
+        "above."
     )
     if any(_server_gpus(run) is None for run in runs):
         lead += (
@@ -367,8 +350,6 @@ def cost(runs: Sequence[RunRecord], price: float | None) -> Chapter:
             "and money are those of the trainer alone."
         )
     parts: list[Part] = [Table(["", *(run.name for run in runs)], rows)]
-    if outcome and outcome.differs:
-        parts.append(Note(outcome.unlike))
     if not priced:
         parts.append(Note("--price, or cluster.price_per_gpu_hour, turns hours into money."))
     return Chapter(lead, parts)
