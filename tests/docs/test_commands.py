@@ -11,7 +11,9 @@ from tests.docs.sandbox import Sandbox
 from tests.docs.ways import NOT_RUN, WAYS, is_run_elsewhere, typed_in, way_of
 
 MAIN = typed_in("main")
-RECIPES = [f"docs/recipes/{name}.md" for name in ("engine", "model_family", "objective", "pruning_rule", "reward")]
+RECIPES = [
+    f"docs/recipes/{name}.md" for name in ("advantage", "engine", "model_family", "objective", "pruning_rule", "reward")
+]
 """Pages whose sections are followed one by one, each in an empty folder: a section says how many files it takes."""
 FOLLOWED = [section for page in RECIPES for section in sections(page) if blocks(section)]
 TAKES = re.compile(r"\*\*(no|one|two|three) new files?, (no|one|two|three) edited files?\*\*")

@@ -18,7 +18,7 @@ from tests.slurm.cluster import Cluster, wait_for
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "slurm"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-WAIT_S = 240.0
+WAIT_S = 600.0
 REWARD = """
 import collections, pathlib, time
 calls = collections.Counter()
