@@ -4,7 +4,7 @@ An estimator is a function from rewards [Q, G] and columns to advantages [Q, G],
 advantage for each of a response's tokens. Its columns are
 
 - ``inclusion``: [Q], the probability with which each prompt was rolled out.
-- ``present``: [Q, G], False for what is no part of its group: the conversations in which a role does not speak.
+- ``present``: [Q, G] of bool, False for what is no part of its group: the conversations in which a role does not speak.
 - ``lengths``: [Q, G], L, the tokens of each response.
 - ``reward/NAME``: [Q, G], the number NAME that the reward function returned besides; NaN where it returned none.
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # prune() is used where there is no pydantic
     from megatron_dppo.config import Config
 
 SETTING = "loss.advantage"
+ROUNDING = 1e-9
+"""An advantage below this, in a group of equal rewards, is a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +159,14 @@ def estimated(name: str, rewards: Floats, columns: Mapping[str, NDArray[Any]]) -
     if name in ESTIMATORS:
         return np.asarray(ESTIMATORS[name].advantages(rewards, columns))[..., None]
     try:
-        return _checked(_OWN[name].advantages(rewards.copy(), columns), columns["lengths"])
-    except Exception as error:
+        rewards = without_rounding(rewards, columns["present"])
+        found = _checked(_OWN[name].advantages(rewards, columns), columns["lengths"])
+        mixed = group_advantages(rewards, normalise=False, present=columns["present"]).any(axis=1)
+        found[~mixed & (np.abs(found).max(axis=(1, 2)) < ROUNDING)] = (
+            0.0  # the mean of equal numbers may differ from them
+        )
+        return found
+    except (Exception, SystemExit) as error:
         problem = f"failed for rewards of {len(rewards)} prompts:\n{traceback.format_exc(limit=-2)}"
         remedy = "Mend it: docs/recipes/advantage.md says what it returns"
         raise UserError(SETTING, name, problem, remedy) from error
@@ -223,7 +231,7 @@ def _tried(name: str, rewards: Floats, inclusion: Floats | None = None) -> Float
 
 
 class _TryOut(dict[str, NDArray[Any]]):
-    """Mapping[str, NDArray[Any]] in which every part of the reward is the reward."""
+    """Columns in which every part of the reward is the reward."""
 
     def __missing__(self, name: str) -> NDArray[Any]:
         return self["reward"]

@@ -131,6 +131,15 @@ def test_wrong_advantages_are_refused(returned: Any, problem: str) -> None:
         try_out("own.py:wrong")
 
 
+def test_rounding_is_no_advantage_of_an_estimator_from_a_file() -> None:
+    adopt("own.py:centred", lambda rewards, columns: rewards - rewards.mean(axis=1, keepdims=True))
+    tenths = np.full((1, 7), 0.1)
+    assert tenths.mean() != 0.1
+    for rewards in (tenths, np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15]])):
+        columns = {"present": np.ones(rewards.shape, np.bool_), "lengths": np.ones(rewards.shape, np.int64)}
+        assert not estimated("own.py:centred", rewards, columns).any()
+
+
 def test_parts_of_the_reward_are_columns() -> None:
     """NaN where a rank's reward function returned none."""
     one, other = (step_metadata(1, 2, prompt_ids=np.array([at])) for at in (5, 3))
