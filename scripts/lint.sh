@@ -5,4 +5,5 @@ ruff check .
 ruff format --check .
 lint-imports --no-logo --no-cache
 MYPY_NUM_WORKERS=2 mypy
+python tools/mutation/mistakes.py --check
 shellcheck -x -P SCRIPTDIR scripts/{lint,nightly,test,check_gpu,install_slurm,install_browser}.sh scripts/slurm/*.sh .ci/run

@@ -1,6 +1,7 @@
 """Make each mistake of ``mistakes.txt`` in a copy of the package, run the tests that must notice, print the survivors.
 
     python tools/mutation/mistakes.py [--only TEXT] [--part 3/12]
+    python tools/mutation/mistakes.py --check  # that each right text stands once and its tests exist; lint.sh does
 
 The list holds mistakes in code that needs ranks or servers, where mutmut is too slow. A mistake has three lines: a
 name and its tests, the file with the right text, and the wrong text. The right text stands in the file once.
@@ -42,6 +43,16 @@ def read_mistakes(text: str) -> list[Mistake]:
     return mistakes
 
 
+def find_problem(mistake: Mistake) -> str:
+    """Return why a mistake cannot be made in this checkout; empty if it can."""
+    file = ROOT / "megatron_dppo" / mistake.file
+    count = file.read_text(encoding="utf-8").count(mistake.right) if file.exists() else 0
+    if count != 1:
+        return f"{mistake.name}: {mistake.right!r} stands {count} times in {mistake.file}"
+    missing = [test for test in mistake.tests if not (ROOT / test.partition("::")[0]).exists()]
+    return f"{mistake.name}: {missing[0]} does not exist" if missing else ""
+
+
 def find_outcome(mistake: Mistake, copy: Path) -> str:
     """Return ``caught``, ``survived``, or why the tests did not run."""
     file = copy / "megatron_dppo" / mistake.file
@@ -65,7 +76,12 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", default="", help="mistakes whose name has this text in it")
     parser.add_argument("--part", default="0/1", help="K/N: only the K-th of N equal parts of the list, from 0")
     parser.add_argument("--list", type=Path, default=Path(__file__).with_name("mistakes.txt"))
+    parser.add_argument("--check", action="store_true", help="make none, and see whether all can be made")
     options = parser.parse_args()
+    if options.check:
+        problems = [*filter(None, map(find_problem, read_mistakes(options.list.read_text(encoding="utf-8"))))]
+        print(*problems, sep="\n", end="\n" * bool(problems))
+        return int(bool(problems))
     part, parts = map(int, options.part.split("/"))
     mistakes = [m for m in read_mistakes(options.list.read_text(encoding="utf-8")) if options.only in m.name]
     chosen = mistakes[part::parts]
