@@ -1,4 +1,4 @@
-"""The verdict of a verifier on one completion. Scoring processes load this file, which does without NumPy."""
+"""Score of one completion. Scoring processes import this file, therefore without NumPy."""
 
 from __future__ import annotations
 
@@ -28,23 +28,27 @@ class Score:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log: the rewards of several functions, and those that a function returns or logs besides."""
     failure: Literal["timeout", "error", "unscored"] | None = None
-    """Why there is no reward: the worker was ended at a time limit; the function raised, returned no number to train on
-    or took two processes down; too many others had failed already."""
+    """Reason for a missing reward.
+
+    - ``timeout``: the worker was killed at a time limit.
+    - ``error``: the function raised, returned no valid number, or two processes died.
+    - ``unscored``: scoring stopped, because too many completions had failed.
+    """
     traceback: str = ""
-    """Of an ``error`` of a kind that was never reported before."""
+    """Traceback of the first ``error`` of its kind; else empty."""
 
     @classmethod
     def failed(cls, failure: Literal["timeout", "error", "unscored"], traceback: str = "") -> Score:
-        """A completion without a reward."""
+        """Make the score of a completion without a reward."""
         return cls(math.nan, False, failure=failure, traceback=traceback)
 
 
 def count_failures(scores: Sequence[Score]) -> tuple[int, int]:
-    """How many completions ran into a time limit, and how many failed otherwise."""
+    """Return the number of timeouts, and the number of errors."""
     timeouts, errors = (sum(score.failure == how for score in scores) for how in ("timeout", "error"))
     return timeouts, errors
 
 
 def tracebacks(scores: Sequence[Score]) -> tuple[str, ...]:
-    """Each traceback once."""
+    """Return each traceback once."""
     return tuple(dict.fromkeys(score.traceback for score in scores if score.traceback))

@@ -1,12 +1,14 @@
-"""One rank's prompts, spread over the servers that serve, until every sample of every prompt is there exactly once.
+"""Dispatch of one rank's prompts to servers, until every sample of every prompt is complete exactly once.
 
-Everything here runs in the HTTP thread; the main thread waits for a :class:`RequestBatch`. A prompt is one request for
-all its samples. A request that a server breaks off is sent again to another one, whole. A request that a server aborts
-is continued from the tokens that it gave. No group is left out because it is slow: slow ones are the long ones, and
-without them the gradient would be biased.
+The code runs in the HTTP thread. The main thread waits for a :class:`RequestBatch`.
 
-Where completions fork (``Sampling.branches``), a prompt is one request for all paths that begin there, and each of
-their forks another one, as soon as they have ended: no prompt waits for another.
+- A prompt is one request for all samples of the prompt.
+- A request that fails is sent again, whole, to another server.
+- A request that a server aborts is continued after the tokens received so far.
+- Slow groups are kept. Slow groups are the long ones, and the gradient would be biased without them.
+
+With ``Sampling.branches`` a prompt is one request for all paths from the prompt. Each fork of a path is another
+request, sent as soon as the path has ended. Prompts do not wait for each other.
 """
 
 from __future__ import annotations
@@ -33,31 +35,31 @@ from megatron_dppo.rollout.servers.conversations import ConversationError, Conve
 from megatron_dppo.rollout.servers.http import Http, ServerError, readable, run_all
 
 PROBE_S = 5.0
-"""How long a server, whose connection broke, may take to say that it lives."""
+"""Seconds in which a server must answer a health check after a broken connection."""
 FAILURES = 8
 """Requests in a row that a server may fail."""
 PAUSE_S = 0.3
-"""Wait before a prompt is asked again of servers that have all just failed or aborted it."""
+"""Seconds before a prompt is requested again, if all servers have just failed or aborted the prompt."""
 
 ReadVersion = Callable[[str], int | None]
-"""The number in a version that a server tells; None if the version is not of this run."""
+"""From a server's version to the run's version number; None if the version belongs to another run."""
 
 
 class PromptFailedError(Exception):
-    """One prompt could not be answered by any server."""
+    """No server completed a prompt."""
 
 
 class Dispatcher:
-    """Which server is asked what, on this rank.
+    """Dispatcher of this rank's requests.
 
     Args:
-        http: in whose thread all of this runs.
+        http: HTTP thread.
         read_version: see :data:`ReadVersion`.
-        first: where to begin among equally busy servers, so that not all ranks begin with the same one.
-        max_in_flight: prompts under way at one server.
-        request_timeout_s: how long one of them may take there.
-        attempts: how often a prompt is asked before the batch fails.
-        conversations: has conversations in place of single requests.
+        first: index of the preferred server among equally busy ones. Ranks prefer different servers.
+        max_in_flight: maximum of pending prompts per server.
+        request_timeout_s: timeout of a request, in seconds.
+        attempts: maximum of attempts per prompt, before the batch fails.
+        conversations: conversations that replace single requests; None: single requests.
     """
 
     def __init__(
@@ -75,39 +77,39 @@ class Dispatcher:
         self._http, self._read_version, self._first = http, read_version, first
         self._max_in_flight, self._timeout_s, self._attempts = max_in_flight, request_timeout_s, attempts
         self._asked: dict[ServerClient, set[asyncio.Task[Sequence[GenerateResult | Completion]]]] = {}
-        """Who serves, and what this rank has under way there."""
+        """Pending requests of this rank, by server."""
         self._failures = Counter[ServerClient]()
-        """In a row."""
+        """Consecutive failures."""
         self._lost: dict[str, str] = {}
         self._running = weakref.WeakKeyDictionary[RequestBatch, Future[None]]()
         self._waiting: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
-        """Those that wait for room or for a server, with their places."""
+        """Requests that wait for capacity or for a server, each with its priority."""
         self._numbers = itertools.count()
         self.resubmitted = 0
-        """Requests that were asked again, since the beginning."""
+        """Number of repeated requests."""
 
     def take_lost(self) -> dict[str, str]:
-        """Servers that this rank found unfit since the last call, by URL, and why."""
+        """Return the servers removed by this rank since the last call: reasons by URL."""
         return self._http.run(self._take_lost())
 
     def under_way(self) -> Counter[str]:
-        """Requests of this rank that each server has not answered yet, by its URL."""
+        """Return the number of pending requests of this rank, by URL."""
         return self._http.run(self._under_way())
 
     def serve_from(self, clients: Sequence[ServerClient]) -> None:
-        """These servers are asked from now on, and no others; what is under way elsewhere is asked anew."""
+        """Replace the servers. Requests that are pending on other servers are sent again."""
         self._http.run(self._serve_from(clients))
 
     def begin(
         self, prompts: Sequence[Prompt], sampling: Sampling, oldest: int, so_far: Sequence[PartialRollout] = ()
     ) -> RequestBatch:
-        """Ask for all of these prompts, and return at once.
+        """Start requests for prompts, without waiting.
 
         Args:
-            prompts: in whose order they are asked, and the groups come back.
-            sampling: the same for all.
-            oldest: version before which no token may be made; a server that gives an older one is lost.
-            so_far: what there is of them; what has ended is not asked for.
+            prompts: prompts, in the order of requests and groups.
+            sampling: sampling of all prompts.
+            oldest: oldest version that may generate a token. A server with an older version is removed.
+            so_far: partial rollouts to resume. Completions that have ended are not requested.
         """
         batch = RequestBatch(prompts, sampling, oldest, next(self._numbers), so_far)
         future = self._http.start(self._run(batch))
@@ -122,8 +124,10 @@ class Dispatcher:
         self._http.run(self._let_go())
 
     def progress(self, batches: Sequence[RequestBatch], wait_s: float) -> list[list[PartialRollout]]:
-        """How far batches are of which no more is asked, once servers have aborted them; what does not come back within
-        so many seconds is given up."""
+        """Return the partial rollouts of stopped batches, after servers have aborted the requests.
+
+        Requests without an answer after ``wait_s`` seconds are cancelled.
+        """
         until = time.monotonic() + wait_s
         for batch in batches:
             batch.wait(max(until - time.monotonic(), 0.0))
@@ -147,7 +151,7 @@ class Dispatcher:
         for client in set(self._asked) - set(clients):
             self._drop(client)
         for client in clients:
-            self._lost.pop(client.url, None)  # whatever was wrong with it was so before
+            self._lost.pop(client.url, None)
             self._asked.setdefault(client, set())
         self._wake()
 
@@ -155,7 +159,7 @@ class Dispatcher:
         await run_all(self._prompt(batch, index) for index in range(len(batch.prompts)))
 
     async def _prompt(self, batch: RequestBatch, index: int) -> None:
-        """See one prompt through."""
+        """Complete one prompt."""
         samples = batch.samples[index]
         batch.some_ended(index, [sample for sample in samples if sample.ended])
         left = alike_so_far([sample for sample in samples if not sample.ended])
@@ -171,13 +175,13 @@ class Dispatcher:
         attempt: int = 0,
         failed: frozenset[ServerClient] = frozenset(),
     ) -> None:
-        """See samples through that have the same tokens so far, and what continues after their forks.
+        """Complete samples with equal tokens so far, and the forks of these samples.
 
-        Samples that were aborted at different tokens, and forks, go on each by itself: none waits for another.
+        Samples that were aborted at different tokens continue independently, and so do forks.
 
         Args:
-            attempt: how often a server has failed them.
-            failed: those servers.
+            attempt: number of failures so far.
+            failed: servers that failed.
         """
         prompt, avoided, last = batch.prompts[index], set(failed), ""
         alike: list[Sequence[PartialCompletion]] = [samples]
@@ -193,7 +197,8 @@ class Dispatcher:
             alike = alike_so_far([sample for sample in samples if not sample.ended])
             others = bool(failure) and not avoided >= set(self._asked)
             if alike and sum(sample.length for sample in samples) == before and not others:
-                await asyncio.sleep(PAUSE_S)  # whoever could be asked has just failed, or is paused and aborts all
+                # All servers have just failed, or are paused and abort requests.
+                await asyncio.sleep(PAUSE_S)
         forks = batch.some_ended(index, [sample for sample in samples if sample.ended])
         continued = [self._samples(batch, index, each, attempt, frozenset(avoided)) for each in alike]
         await run_all([*continued, *(self._samples(batch, index, each) for each in forks)])
@@ -206,13 +211,13 @@ class Dispatcher:
         attempt: int,
         failed: set[ServerClient],
     ) -> str | None:
-        """Ask one server for a continuation of each of these samples, which have the same tokens so far.
+        """Request a continuation of samples with equal tokens so far, from one server.
 
         Args:
-            failed: servers that failed this prompt, to be avoided while there are others; another may be added.
+            failed: servers that failed the prompt, used only without alternatives. The server is added if it fails.
 
         Returns:
-            None, or why it has to be asked again.
+            The reason for another attempt; None if there is no reason.
         """
         place = (batch.number, index)
         client = await self._server(place, failed, samples[0].server if samples[0].fresh else None)
@@ -230,8 +235,7 @@ class Dispatcher:
                 sampling,
                 samples=len(samples),
                 max_tokens=sampling.max_tokens - first.length,
-                # Not the seed of the part before: a generator that begins anew would repeat the luck of its first
-                # tokens.
+                # A new seed, because the old one would repeat the random numbers of the first tokens.
                 seed=sampling.seed_at(first.stem.prompt.id, first.slot, attempt, first.length),
             )
             answer = client.generate(first.token_ids, sampling, timeout_s=self._timeout_s)
@@ -278,7 +282,8 @@ class Dispatcher:
         return np.repeat(np.array(known, np.int32), [count for _, count in versions])
 
     async def _blame(self, client: ServerClient, error: ServerError) -> None:
-        """Take a server out if it broke off and does not answer a question, or if it failed many requests in a row."""
+        """Remove a server after ``FAILURES`` consecutive failures, or after a broken connection without an answer to a
+        health check."""
         self._failures[client] += 1
         if self._failures[client] >= FAILURES:
             self._lose(client, f"failed {FAILURES} requests in a row, the last time it {error.problem}")
@@ -301,9 +306,11 @@ class Dispatcher:
     async def _server(
         self, place: tuple[int, int], avoided: set[ServerClient], preferred: ServerClient | None
     ) -> ServerClient:
-        """A server with room, as soon as there is one: the preferred one, or else the least busy one. An avoided one is
-        returned only where there is no other. Who comes first by its place, of a batch and of a prompt in it, is served
-        first: what is asked again, or continues, does not wait behind prompts that were not begun."""
+        """Wait for a server with capacity, and return the preferred server or else the least busy one.
+
+        Avoided servers are used only without alternatives. Requests wait in the order of (batch, prompt), so that
+        repeated and continued requests come before new prompts.
+        """
         while True:
             clients = [client for client in self._asked if client not in avoided] or list(self._asked)
             first = self._first % max(len(clients), 1)
@@ -318,13 +325,13 @@ class Dispatcher:
             await turn
 
     def _wake(self) -> None:
-        """Let those look again that wait for room or for a server, once what has just ended could go on there."""
+        """Wake the waiting requests after the current task, which may continue on the same server."""
         asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
         waiting, self._waiting = sorted(self._waiting, key=lambda waits: waits[0]), []
         for _, turn in waiting:
-            if not turn.done():  # else whoever waited was cancelled
+            if not turn.done():  # cancelled
                 turn.set_result(None)
 
 
