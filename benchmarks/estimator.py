@@ -27,7 +27,7 @@ from training_stages import TASKS, Stage, first_prompts, training_stages
 from megatron_dppo import config
 from megatron_dppo.config import PruningConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import columns_of, estimated, group_advantages
+from megatron_dppo.rl.advantages import estimate_advantages, group_advantages, read_columns
 from megatron_dppo.rl.objectives import OBJECTIVES
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.pruning.sampling import draw_bernoulli
@@ -66,7 +66,7 @@ class Window:
     def __init__(self, stage: Stage, objective: str) -> None:
         self.stage, self.objective = stage, OBJECTIVES[objective]
         metadata = self.metadata = stage.metadata
-        self.advantage = estimated(self.objective.advantage, metadata.rewards, columns_of(metadata))[..., 0]
+        self.advantage = estimate_advantages(self.objective.advantage, metadata.rewards, read_columns(metadata))[..., 0]
         self.gram = stage.unit_gram * np.outer(self.advantage, self.advantage)
         self.cost = (metadata.prompt_lengths[:, None] + metadata.response_lengths).astype(np.float64)
         rng = np.random.default_rng(0)

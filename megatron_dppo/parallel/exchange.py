@@ -65,7 +65,7 @@ def _sample(
         engine_logprobs=completion.logprobs[of],
         teacher_logprobs=None if completion.teacher_logprobs is None else completion.teacher_logprobs[of],
         loss_mask=completion.loss_mask[of],
-        advantage=_of_tokens(plan.advantage[k], completion, of),
+        advantage=_select_advantages(plan.advantage[k], completion, of),
         scale=float(plan.scale[k]),
         version=int(plan.version[k]),
         shared=int(plan.shared_length[k]),
@@ -73,7 +73,7 @@ def _sample(
     )
 
 
-def _of_tokens(advantage: Floats, completion: Completion, of: slice) -> Floats | float:
+def _select_advantages(advantage: Floats, completion: Completion, of: slice) -> Floats | float:
     """Return the advantages of some of a completion's tokens: of their segments, or each its own, or one of all."""
     if completion.segments is not None:
         return advantage[completion.segments[of]]

@@ -1,14 +1,14 @@
-"""How rewards become advantages, of whole groups, before anything is drawn: estimators, and who has which.
+"""Estimators of advantages. Advantages are computed from whole groups, before the draw of completions.
 
-An estimator is a function from rewards [Q, G] and columns to advantages [Q, G], or to Q lists of G arrays [L], one
-advantage for each of a response's tokens. Its columns are
+An estimator is a function from rewards [Q, G] and columns to advantages [Q, G], or to Q lists of G arrays [L] with an
+advantage for each token of a response. The columns are
 
-- ``inclusion``: [Q], the probability with which each prompt was rolled out.
-- ``present``: [Q, G] of bool, False for what is no part of its group: the conversations in which a role does not speak.
-- ``lengths``: [Q, G], L, the tokens of each response.
-- ``reward/NAME``: [Q, G], the number NAME that the reward function returned besides; NaN where it returned none.
+- ``inclusion``: [Q], inclusion probability of each prompt.
+- ``present``: [Q, G] of bool, False for conversations in which a role does not speak. Such conversations do not count.
+- ``lengths``: [Q, G], L, tokens of each response.
+- ``reward/NAME``: [Q, G], the metric NAME of the reward function; NaN if the function returned no such metric.
 
-Advantages of a tree's segments are in ``trees.py``.
+``trees.py`` computes the advantages of a tree's segments.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """A function from rewards to advantages, and two facts about it.
+    """A function from rewards to advantages, with two facts about the function.
 
-    Estimator(lambda rewards, columns: rewards - rewards.mean(axis=1, keepdims=True))
+        Estimator(lambda rewards, columns: rewards - rewards.mean(axis=1, keepdims=True))
+
+    is the estimator of Dr.GRPO.
     """
 
     advantages: Callable[[Floats, Mapping[str, NDArray[Any]]], Any]
     zero_if_equal: bool = True
     """Whether completions of a group of equal rewards have the advantage 0."""
     batch_moments: bool = False
-    """Whether moments of the whole minibatch go into it, which are estimated where prompts are pruned."""
+    """Whether advantages depend on moments of the whole minibatch. Such moments are estimates if prompts are pruned."""
 
 
 def group_advantages(rewards: Floats, *, normalise: bool, present: Bools | None = None, less: int = 0) -> Floats:
-    """How much better each completion was than its group: r − mean, or (r − mean)/std of the group.
+    """Return r − mean of the group, or (r − mean)/std of the group.
 
     DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Rewards that
     differ by rounding are equal, see ``without_rounding``. Whether a group is mixed is decided on the rewards: the mean
@@ -59,11 +61,11 @@ def group_advantages(rewards: Floats, *, normalise: bool, present: Bools | None 
     Args:
         rewards: [Q, G].
         normalise: divide by the standard deviation of the group.
-        present: [Q, G], False for what is no part of its group; None: all are. Each group has one part at least.
+        present: [Q, G], False for completions that do not count; None: all count. One in each group counts at least.
         less: 1 for the sample's standard deviation, over G − 1; 0 for the population's, over G.
 
     Returns:
-        [Q, G]; exactly 0.0 in every group whose rewards are all equal, and for what is no part of one.
+        [Q, G]; exactly 0.0 in groups of equal rewards, and for completions that do not count.
     """
     present = np.ones_like(rewards, np.bool_) if present is None else present
     rewards = np.where(present, without_rounding(rewards, present), 0.0)
@@ -79,23 +81,23 @@ def group_advantages(rewards: Floats, *, normalise: bool, present: Bools | None 
 
 
 def normalised(rewards: Floats, columns: Mapping[str, NDArray[Any]], less: int = 0) -> Floats:
-    """GRPO's (r − mean)/std of the group."""
+    """Return GRPO's (r − mean)/std of the group."""
     return group_advantages(rewards, normalise=True, present=columns["present"], less=less)
 
 
 def centred(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Dr.GRPO's r − mean of the group."""
+    """Return Dr.GRPO's r − mean of the group."""
     return group_advantages(rewards, normalise=False, present=columns["present"])
 
 
 def leave_one_out(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """RLOO's r − mean of the others (arXiv:2402.14740)."""
+    """Return RLOO's r − mean of the group's other rewards (arXiv:2402.14740)."""
     size = columns["present"].sum(axis=1, keepdims=True)
     return centred(rewards, columns) * (size / np.maximum(size - 1, 1))
 
 
 def batch_normalised(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """REINFORCE++'s (r − mean)/std of the minibatch (arXiv:2501.03262)."""
+    """Return REINFORCE++'s (r − mean)/std of the minibatch (arXiv:2501.03262)."""
     present = columns["present"]
     rewards = without_rounding(rewards.reshape(1, -1), present.reshape(1, -1)).reshape(rewards.shape)
     mixed = np.ptp(rewards[present]) > 0.0
@@ -103,8 +105,7 @@ def batch_normalised(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Fl
 
 
 def whitened(advantages: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """Advantages divided by their root mean square over the minibatch, as REINFORCE++ with a baseline has those of
-    groups."""
+    """Divide advantages by their root mean square over the minibatch (REINFORCE++ with a baseline)."""
     largest = np.abs(advantages).max()
     if largest == 0.0:
         return advantages
@@ -114,10 +115,10 @@ def whitened(advantages: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
 
 
 def _weights(columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """[Q, G], of a minibatch's completions in its moments: prompts count alike, and a rolled out prompt stands for 1/π.
+    """Return the weights [Q, G] of completions in the minibatch's moments. A prompt has the weight 1/π in total.
 
-    The moments of a window whose prompts were pruned are thus estimated. Advantages are then ratios, whose bias
-    vanishes as 1/(number of prompts). The draw of completions does not touch them.
+    If prompts are pruned, the moments are estimates, and advantages are ratios with a bias of O(1/prompts). The draw of
+    completions does not change the moments.
     """
     present = columns["present"]
     each = np.where(present, 1.0 / present.sum(axis=1, keepdims=True), 0.0) / columns["inclusion"][:, None]
@@ -138,21 +139,21 @@ _OWN: dict[str, Estimator] = {}
 
 
 def adopt(name: str, function: Callable[[Floats, Mapping[str, NDArray[Any]]], Any]) -> None:
-    """Have a user's function be the estimator of this name, in this process. Its facts are its attributes."""
+    """Register a user's function as an estimator in this process. The function's attributes state the two facts."""
     facts = {fact: getattr(function, fact) for fact in ("zero_if_equal", "batch_moments") if hasattr(function, fact)}
     _OWN[name] = Estimator(function, **facts)
 
 
-def estimator_named(name: str) -> Estimator:
-    """An estimator of the table, or one that was adopted."""
+def find_estimator(name: str) -> Estimator:
+    """Return an estimator of ``ESTIMATORS``, or a registered one."""
     return ESTIMATORS.get(name) or _OWN[name]
 
 
-def estimated(name: str, rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
-    """[Q, G, S], the advantages that an estimator gives: S = 1, or the most tokens that a response has.
+def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
+    """Return the advantages [Q, G, S] of an estimator. S is 1, or the length of the longest response.
 
     Raises:
-        UserError: a user's function raised, or what it returned is not an advantage for each completion or token.
+        UserError: a user's function raised, or did not return an advantage for each completion or token.
     """
     if not len(rewards):
         return np.zeros((*rewards.shape, 1))
@@ -162,9 +163,9 @@ def estimated(name: str, rewards: Floats, columns: Mapping[str, NDArray[Any]]) -
         rewards = without_rounding(rewards, columns["present"])
         found = _checked(_OWN[name].advantages(rewards, columns), columns["lengths"])
         mixed = group_advantages(rewards, normalise=False, present=columns["present"]).any(axis=1)
-        found[~mixed & (np.abs(found).max(axis=(1, 2)) < ROUNDING)] = (
-            0.0  # the mean of equal numbers may differ from them
-        )
+        # The mean of equal numbers can differ from the numbers.
+        rounding = np.abs(found).max(axis=(1, 2)) < ROUNDING
+        found[~mixed & rounding] = 0.0
         return found
     except (Exception, SystemExit) as error:
         problem = f"failed for rewards of {len(rewards)} prompts:\n{traceback.format_exc(limit=-2)}"
@@ -173,9 +174,10 @@ def estimated(name: str, rewards: Floats, columns: Mapping[str, NDArray[Any]]) -
 
 
 def _checked(returned: Any, lengths: NDArray[Any]) -> Floats:
-    """
+    """Return a user's advantages as an array [Q, G, S].
+
     Raises:
-        ValueError: it has another shape, or a number that is not finite.
+        ValueError: the shape is wrong, or a number is not finite.
     """
     if not any(np.ndim(each) for group in returned for each in group):
         result = np.array(returned, np.float64)[..., None]
@@ -193,8 +195,8 @@ def _checked(returned: Any, lengths: NDArray[Any]) -> Floats:
     return result
 
 
-def columns_of(part: StepMetadata) -> dict[str, NDArray[Any]]:
-    """The columns of a minibatch in which every completion is part of its group."""
+def read_columns(part: StepMetadata) -> dict[str, NDArray[Any]]:
+    """Return the columns of a minibatch. Every completion counts."""
     present = np.ones(part.rewards.shape, np.bool_)
     return {"inclusion": part.prompt_inclusion, "present": present, "lengths": part.response_lengths, **part.parts}
 
@@ -203,7 +205,8 @@ TRIED = np.array([[1.0, 0.0, 0.0, 0.5], [0.25, 0.25, 0.25, 0.25], [1.0, 1.0, 0.0
 
 
 def try_out(name: str) -> None:
-    """
+    """Check a user's estimator on three made-up groups.
+
     Raises:
         UserError: a user's estimator cannot be used, or its facts are not true.
     """
@@ -220,31 +223,31 @@ def _untrue(name: str, fact: str, problem: str) -> UserError:
 
 
 def _tried(name: str, rewards: Floats, inclusion: Floats | None = None) -> Floats:
-    """Advantages of rewards, as though every number that a reward function returns were the reward."""
+    """Return advantages of made-up rewards. Every metric of the reward function equals the reward."""
     columns = _TryOut(
         reward=rewards,
         inclusion=np.ones(len(rewards)) if inclusion is None else inclusion,
         present=np.ones(rewards.shape, np.bool_),
         lengths=np.ones(rewards.shape, np.int64),
     )
-    return estimated(name, rewards, columns)
+    return estimate_advantages(name, rewards, columns)
 
 
 class _TryOut(dict[str, NDArray[Any]]):
-    """Columns in which every part of the reward is the reward."""
+    """Columns of a trial: every metric equals the reward."""
 
     def __missing__(self, name: str) -> NDArray[Any]:
         return self["reward"]
 
 
 def squares_by_right(name: str, likely: Floats) -> Floats:
-    """The mean A² of a group of which 0, 1, …, G answers are right, as an estimator gives them.
+    """Return an estimator's mean A² in a group with k right answers, for k = 0, 1, …, G.
 
-    It is tried out on one group of each kind, in a minibatch where the kind k is as frequent as ``likely`` says.
+    The estimator is applied to a made-up minibatch with one group of each kind.
 
     Args:
-        name: of the estimator.
-        likely: [G + 1]
+        name: name of the estimator.
+        likely: [G + 1], probability of k right answers, which weights the group in the minibatch's moments.
 
     Returns:
         [G + 1]
@@ -275,13 +278,13 @@ def role_advantages(part: StepMetadata, name: str) -> Floats:
     Two conversations of a solver and a critic, with the rewards 1 and 0 of the one and 0 and 2 of the other, have
     [[[1, −1], [−1, 1]]] under GRPO.
     """
-    result, columns = np.zeros(part.segments.shape), columns_of(part)
+    result, columns = np.zeros(part.segments.shape), read_columns(part)
     for role in range(part.segments.shape[2]):
         known = part.segments[..., role]
         speaks = known["tokens"] > 0
         rows = np.flatnonzero(speaks.any(axis=1))
         of_rows = {each: column[rows] for each, column in columns.items()} | {"present": speaks[rows]}
-        found = estimated(name, known["reward"][rows], of_rows)
+        found = estimate_advantages(name, known["reward"][rows], of_rows)
         if found.shape[2] > 1:
             problem = "returned an advantage for each token, and rollout.roles has one for each role"
             raise UserError(SETTING, name, problem, "Return [Q, G]")
@@ -289,10 +292,12 @@ def role_advantages(part: StepMetadata, name: str) -> Floats:
     return result
 
 
-def advantages_of_segments(part: StepMetadata, config: Config, name: str) -> Floats:
-    """[Q, G, S], the advantage of each segment, or of each token; S = 1 where a completion has one. All are 0 where a
-    teacher alone is trained on, and those of masked completions, whose rewards still count in the baselines of the
-    others. ``name`` is the estimator's."""
+def compute_advantages(part: StepMetadata, config: Config, name: str) -> Floats:
+    """Return the advantages [Q, G, S] of segments or tokens under the estimator ``name``. S = 1: one per completion.
+
+    Advantages are 0 without task rewards (``loss.distillation.use_task_rewards``), and in masked completions. Rewards
+    of masked completions count in the baselines.
+    """
     if not config.loss.distillation.use_task_rewards:
         return np.zeros((*part.rewards.shape, part.segments.shape[-1] or 1))
     if config.rollout.tree.branches:
@@ -300,7 +305,7 @@ def advantages_of_segments(part: StepMetadata, config: Config, name: str) -> Flo
     if part.segments.shape[-1]:
         advantages = role_advantages(part, name)
     else:
-        advantages = estimated(name, part.rewards, columns_of(part))
+        advantages = estimate_advantages(name, part.rewards, read_columns(part))
     return np.where(masked_completions(part, config)[..., None], 0.0, advantages)
 
 

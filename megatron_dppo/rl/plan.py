@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.config import Config
-from megatron_dppo.rl.advantages import estimator_named
+from megatron_dppo.rl.advantages import find_estimator
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import common_length, prompts_shared, shared_of_kept
 from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
@@ -221,7 +221,7 @@ def notes(
             f"loss.name = {objective.name} divides by the tokens of all prompts, which are estimated where prompts are "
             "pruned: the gradient has a bias of O(1/prompts), which grpo and dr_grpo do not have"
         )
-    if estimator_named(objective.advantage).batch_moments and (metadata.prompt_inclusion < 1.0).any():
+    if find_estimator(objective.advantage).batch_moments and (metadata.prompt_inclusion < 1.0).any():
         yield (
             f"{objective.name} with pruned prompts: the minibatch's moments, by which rewards become advantages, are "
             "estimated, the gradient a ratio (bias O(1/prompts))"

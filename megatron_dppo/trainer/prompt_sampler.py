@@ -16,7 +16,7 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import Pool, PromptPool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import advantages_of_segments
+from megatron_dppo.rl.advantages import compute_advantages
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.draw import completion_candidates
 from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptFeatures, PromptForecast
@@ -240,7 +240,7 @@ class PromptSampler:
             inflation: by how much pruning multiplied the step's variance, as it is estimated.
         """
         self._inflation += (1.0 - INFLATION_KEPT) * (inflation - self._inflation)
-        segments = advantages_of_segments(metadata, self._config, self._objective.advantage)
+        segments = compute_advantages(metadata, self._config, self._objective.advantage)
         known = completion_candidates(metadata, self._config, self._objective, segments)
         terms = known.score * metadata.prompt_inclusion[:, None]
         return self.history.judge_and_learn(

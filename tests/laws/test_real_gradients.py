@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.real_gradients import gradient, gradients, planned, single_packs
 from megatron_dppo.config import Config, LayoutConfig, LossConfig
-from megatron_dppo.rl.advantages import columns_of, estimated
+from megatron_dppo.rl.advantages import estimate_advantages, read_columns
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.types import Pack
 from megatron_dppo.trainer.learner import PolicyLoss
@@ -34,7 +34,7 @@ def measure_errors(rank: int, size: int, config: Config) -> list[float]:
     metadata, groups = step_of_groups(size)
     plan = plan_for(world, config, metadata, groups)
     objective = objective_for(loss)
-    advantage = estimated(objective.advantage, metadata.rewards, columns_of(metadata))[..., 0]
+    advantage = estimate_advantages(objective.advantage, metadata.rewards, read_columns(metadata))[..., 0]
 
     def score(packs: list[Pack]) -> list[Pack]:
         reference = learner.reference.log_probabilities(packs) if learner.reference else [None] * len(packs)

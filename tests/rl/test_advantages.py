@@ -13,7 +13,7 @@ import pytest
 from megatron_dppo import config as cfg
 from megatron_dppo.config import Config, RolloutConfig
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import ESTIMATORS, adopt, columns_of, estimated, group_advantages, try_out
+from megatron_dppo.rl.advantages import ESTIMATORS, adopt, estimate_advantages, group_advantages, read_columns, try_out
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import SEGMENT, StepMetadata
 from tests.rl.integration import all_plans
@@ -32,7 +32,7 @@ def test_binary_rewards_give_the_textbook_advantages() -> None:
 def test_sample_deviation_divides_by_one_less() -> None:
     """Of three rewards; the fourth is no part of its group."""
     rewards, present = np.array([[1.0, 0.0, 0.5, 7.0]]), np.array([[True, True, True, False]])
-    found = estimated("grpo_sample", rewards, {"inclusion": np.ones(1), "present": present})
+    found = estimate_advantages("grpo_sample", rewards, {"inclusion": np.ones(1), "present": present})
     np.testing.assert_allclose(found[..., 0], [[1.0, -1.0, 0.0, 0.0]], rtol=1e-12)
 
 
@@ -41,9 +41,9 @@ def test_moments_count_each_prompt_once(name: str) -> None:
     """A prompt with its answers repeated is one prompt; the weights 1/π are those of the objectives' formulas."""
     rewards, inclusion = np.array([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]), np.ones(3)
     present = np.arange(8) < np.array([[8], [4], [4]])
-    found = estimated(name, np.tile(rewards, 2), {"inclusion": inclusion, "present": present})[..., 0]
+    found = estimate_advantages(name, np.tile(rewards, 2), {"inclusion": inclusion, "present": present})[..., 0]
     columns = {"inclusion": inclusion, "present": np.ones(rewards.shape, np.bool_)}
-    expected = estimated(name, rewards, columns)[..., 0]
+    expected = estimate_advantages(name, rewards, columns)[..., 0]
     np.testing.assert_allclose(found[:, :4], expected, rtol=1e-12)
     assert not found[1:, 4:].any()
 
@@ -137,14 +137,14 @@ def test_rounding_is_no_advantage_of_an_estimator_from_a_file() -> None:
     assert tenths.mean() != 0.1
     for rewards in (tenths, np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15]])):
         columns = {"present": np.ones(rewards.shape, np.bool_), "lengths": np.ones(rewards.shape, np.int64)}
-        assert not estimated("own.py:centred", rewards, columns).any()
+        assert not estimate_advantages("own.py:centred", rewards, columns).any()
 
 
 def test_parts_of_the_reward_are_columns() -> None:
     """NaN where a rank's reward function returned none."""
     one, other = (step_metadata(1, 2, prompt_ids=np.array([at])) for at in (5, 3))
     both = gather_metadata([dataclasses.replace(one, parts={"reward/short": np.ones((1, 2))}), other], window=2.0)
-    np.testing.assert_array_equal(columns_of(both)["reward/short"], [[np.nan, np.nan], [1.0, 1.0]])
+    np.testing.assert_array_equal(read_columns(both)["reward/short"], [[np.nan, np.nan], [1.0, 1.0]])
 
 
 def decaying(rewards: np.ndarray, columns: Mapping[str, Any]) -> list[list[np.ndarray]]:

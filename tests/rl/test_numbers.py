@@ -13,7 +13,7 @@ import torch
 from megatron_dppo import prune
 from megatron_dppo.config import TreeConfig
 from megatron_dppo.config.rollout import BranchConfig
-from megatron_dppo.rl.advantages import estimated, group_advantages
+from megatron_dppo.rl.advantages import estimate_advantages, group_advantages
 from megatron_dppo.rl.numbers import as_logprobs, as_mask, as_number, as_truth, is_right, without_rounding
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.history import PromptHistory
@@ -93,11 +93,11 @@ def test_more_than_rounding_is_an_advantage(scale: float) -> None:
 def test_no_baseline_makes_an_advantage_of_rounding(name: str) -> None:
     rewards = np.array([[*EQUAL[0], 7.0], [*EQUAL[0, ::-1], -7.0]])
     present = np.arange(5) < np.array([[4], [4]])
-    found = estimated(name, rewards, {"inclusion": np.ones(2), "present": present})
+    found = estimate_advantages(name, rewards, {"inclusion": np.ones(2), "present": present})
     assert (found == 0.0).all(), "the last column takes no part"
     tenths = np.full((3, 7), 0.1)
     assert tenths[0].mean() != 0.1
-    assert not estimated(name, tenths, {"inclusion": np.ones(3), "present": np.ones((3, 7), np.bool_)}).any()
+    assert not estimate_advantages(name, tenths, {"inclusion": np.ones(3), "present": np.ones((3, 7), np.bool_)}).any()
 
 
 def test_tree_has_no_advantage_of_rounding() -> None:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from megatron_dppo.config import Config
 from megatron_dppo.config.types import Keep
 from megatron_dppo.rl.advantages import (
-    advantages_of_segments,
     completion_advantages,
+    compute_advantages,
     group_advantages,
     masked_completions,
 )
@@ -77,7 +77,7 @@ def prune_minibatch(
         rng: for this one draw.
     """
     pruning = config.pruning.completions
-    segments = advantages_of_segments(part, config, objective.advantage)
+    segments = compute_advantages(part, config, objective.advantage)
     candidates = completion_candidates(part, config, objective, segments)
     if keep == "auto":
         keep = efficient_keep(pruning.named, candidates, generated=float(part.response_lengths.sum()))

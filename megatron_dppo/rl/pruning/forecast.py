@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.rl.advantages import estimator_named, squares_by_right
+from megatron_dppo.rl.advantages import find_estimator, squares_by_right
 from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
 from megatron_dppo.rl.pruning.success_model import SizeModel, SuccessModel
@@ -100,7 +100,7 @@ class PromptForecast(PromptHistory):
         if self.binary:
             of_right = chance.of_right(group_size)
             square = of_right @ squares_by_right(self._estimator, of_right.mean(axis=0))
-        elif estimator_named(self._estimator).zero_if_equal:
+        elif find_estimator(self._estimator).zero_if_equal:
             square = chance.mean()
         else:
             square = self.mean_square(prompt_ids)
