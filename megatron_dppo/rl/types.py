@@ -99,7 +99,8 @@ class Completion:
     loss_mask: Bools
     """True for tokens that the policy sampled, which are trained on; False for what it was given, as by a tool."""
     versions: NDArray[np.int32]
-    """Of the weights that made each token; of tokens that the policy was given, of its next turn."""
+    """[L], version of the weights that sampled each token. Tokens that the policy did not sample have the version of
+    the policy's next turn."""
     finish_reason: Literal["stop", "length"]
     routing: Routing | None = None
     """Experts of the first P + L − 1 tokens of prompt and response, in all layers (no engine reads the last token), or
@@ -137,9 +138,9 @@ class Group:
     rewards: Floats
     """[G], penalties included; those of completions whose scoring failed are not a number."""
     scores: tuple[Score, ...] = ()
-    """G, of the verifier; a group that comes out of a checkpoint has none."""
+    """G scores of the verifier; empty in groups from a checkpoint."""
     texts: tuple[str, ...] = ()
-    """G, as the verifier read them, special tokens left out; of offline rollouts none."""
+    """G texts without special tokens, as scored by the verifier; empty for offline rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +204,8 @@ class StepMetadata:
     window: float
     """N, without the share of the groups that left because their scoring failed."""
     parts: Mapping[str, Floats] = field(default_factory=dict)
-    """[Q, G] by the name of a metric: ``reward/NAME``, what the reward function returned besides its score, NaN where
-    it returned none; ``rollout/…``, see ``rollout/collect.py``."""
+    """[Q, G] by the name of a metric. ``reward/NAME``: metrics of the reward function, NaN if missing. ``rollout/…``:
+    see ``rollout/collect.py``."""
 
     @property
     def tokens(self) -> Ints:
@@ -219,7 +220,7 @@ def no_segments(completions: tuple[int, ...]) -> Segments:
 
 @dataclass(frozen=True, slots=True)
 class MinibatchPlan:
-    """One optimizer step: what is trained on, with which factor, and on which replica.
+    """One optimizer step: training samples, their factors, and their replicas.
 
     The K kept completions, or their sequences, are its samples, sorted by (group, sequence, completion). If the example
     keeps its second completion with probability 1, then K = 1, ``group`` is [0], ``completion`` [1], ``advantage``
@@ -333,9 +334,9 @@ class Pack:
     teachers: tuple[Any, ...] = ()
     """``TeacherHead`` of ``models/teacher_head.py``, each of some of the targets."""
     parents: Ints | None = None
-    """[S], the segment from which each goes on, −1 for those that begin anew; None where all do. A segment attends to
-    its ancestors and to itself. Parents come first, and all of a segment's descendants right after it."""
+    """[S], parent of each segment, −1 for segments without a parent; None if no segment has a parent. A segment attends
+    to its ancestors and to itself. A segment's descendants come directly after the segment."""
     tokens: Ints | None = None
-    """[S], without the padding at a segment's end, to which its descendants do not attend; None as ``parents``."""
+    """[S], tokens of each segment without padding. Descendants do not attend to padding. None as ``parents``."""
     routing: Routing | None = None
     """[T, layers of this rank's stage, k]; ``unknown_expert`` where it is not known, and in padding."""
