@@ -18,6 +18,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.init import character_tokenizer, write_tokenizer
 from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.workers import RewardWorkers
+from megatron_dppo.rl.score import count_failures, tracebacks
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import Client
 from megatron_dppo.rollout.conversation_functions import check_turns, conversation_of
@@ -137,12 +138,12 @@ def test_problems_and_scores_are_the_environments(workers: RewardWorkers, tokeni
     for prompt, texts in zip((first, first, second), said, strict=True):
         scoring.add([ScoreItem.of(prompt, text, ()) for text in texts])
     found = scoring.finish()
-    rewards = [score.reward for score in found]
+    rewards = [None if score.failure else score.reward for score in found]
     shortest = [float(len(text) == 1) for text in said[0]]
     right = [1.0 + number, 0.0, 0.0]
     assert rewards[:3] == [a + 0.5 * b for a, b in zip(right, shortest, strict=True)]
     assert rewards[3:] == [None, None, 1.0 + int(str(second.label)) // 2 + 0.5]
-    assert found.errors == 2 and "ArithmeticError: no such answer" in found.tracebacks[0], "and no zero is made of it"
+    assert count_failures(found) == (0, 2) and "ArithmeticError: no such answer" in tracebacks(found)[0]
 
 
 def test_held_out_problems_are_given_or_drawn_once() -> None:
