@@ -13,7 +13,6 @@ from megatron_dppo.config.types import (
     AboveZero,
     AtLeastOne,
     Count,
-    Fraction,
     NonNegative,
     Pool,
     Positive,
@@ -222,8 +221,6 @@ class BranchConfig(Section):
     bound: the other tokens count as one."""
     children: Annotated[int, Ge(2)] = 2
     """Continuations of each branch, the one that is there already included."""
-    keep: Fraction = 1.0
-    """Share of the further continuations that is generated. Each is drawn by itself, and counts 1/keep where it is."""
 
     @model_validator(mode="after")
     def _forks_once(self) -> Self:

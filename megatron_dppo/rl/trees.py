@@ -14,12 +14,6 @@ segment l of completion g has the advantage ``tree_advantages(…)[q, g, l]``, a
 
 **A path that ends before a fork** stands in each of the slots that its children would have had. Its ω is unchanged.
 
-**A branch that was not generated.** A child, other than its parent's first, may be generated with a probability ρ that
-is known from the tokens before the fork. If it was not, then its slots hold copies of its first sibling's slots: the
-same completions and rewards, the same forks, and the same weights, but for 0 at the level of the child. If it was
-generated, its weight there is 1/ρ. A first child has 1. The parent's V takes V̂ = V₀ + weight·(V − V₀) for each child,
-V₀ being the first one's, and the weight multiplies ω of the child and of what is below it.
-
 **What is in several slots is trained on once**: the first slot of a path has the sum of their advantages. The others
 have zeros, and a completion with zeros only is what every rule of pruning drops.
 
@@ -64,7 +58,7 @@ def biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
 
 
 def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Floats:
-    """V(u) − b(u) of every segment of every path, times the weights of its branches.
+    """V(u) − b(u) of every segment of every path.
 
     With K = 2, M₁ = 2, forks after 1 of 3 tokens, and the baseline ``siblings``
 
@@ -90,10 +84,9 @@ def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Fl
     if tree.baseline == "depth":
         nodes = [normalised_by_depth(v, _of_nodes(tokens[..., b], v.shape[1])) for b, v in enumerate(by_node)]
     else:
-        nodes = [v - b for v, b in zip(by_node, _baselines(by_node, segments, tree), strict=True)]
+        nodes = [v - b for v, b in zip(by_node, _baselines(by_node, tree), strict=True)]
     slots = np.stack([np.repeat(a, rewards.shape[1] // a.shape[1], axis=1) for a in nodes], axis=-1)
     slots[(tokens == 0) | (np.abs(slots) <= ROUNDING * spread)] = 0.0
-    slots *= np.cumprod(segments["weight"], axis=-1)
     if tree.depths:
         slots[..., np.setdiff1d(np.arange(slots.shape[-1]), tree.depths)] = 0.0
     once = np.zeros_like(slots)
@@ -109,24 +102,22 @@ def node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -> list[F
     """
     values = [rewards]
     for level in range(len(tree.branches) - 1, -1, -1):
-        nodes, children, branch = values[0].shape[1], tree.branches[level].children, segments[..., level + 1]
+        nodes, children = values[0].shape[1], tree.branches[level].children
         shape = len(rewards), nodes // children, children
         below = values[0].reshape(shape)
         if tree.fusion == "probability":
-            logprob = _of_nodes(branch["logprob"], nodes).reshape(shape)
+            logprob = _of_nodes(segments["logprob"][..., level + 1], nodes).reshape(shape)
             share = np.exp(logprob - logprob.max(axis=-1, keepdims=True))
             values.insert(0, (share * below).sum(axis=-1) / share.sum(axis=-1))
         else:
-            first, weight = below[..., :1], _of_nodes(branch["weight"], nodes).reshape(shape)
-            values.insert(0, (first + weight * (below - first)).mean(axis=-1))
+            values.insert(0, below.mean(axis=-1))
     return values
 
 
-def _baselines(values: Sequence[Floats], segments: Segments, tree: TreeConfig) -> list[Floats]:
+def _baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
     """b of every node, in the shapes of ``values``.
 
-    - ``siblings``: the mean of the other children of its parent, of those that were generated; if there are none, and
-      for a root, the mean of the other roots.
+    - ``siblings``: the mean of the other children of its parent; for a root, the mean of the other roots.
     - ``roots``: the mean of the other roots.
     - ``mixed``: (Σ of the siblings' V + the mean of the other roots) / (number of siblings + 1).
     """
@@ -135,19 +126,15 @@ def _baselines(values: Sequence[Floats], segments: Segments, tree: TreeConfig) -
     baselines = [of_roots]
     for level, (value, fork) in enumerate(zip(values[1:], tree.branches, strict=True)):
         other_roots = np.repeat(of_roots, value.shape[1] // roots, axis=1)
-        generated = (_of_nodes(segments["weight"][..., level + 1], value.shape[1]) > 0.0).astype(np.float64)
-        shape = (queries, values[level].shape[1], fork.children)
-        total, count = (
-            (part.sum(axis=-1, keepdims=True) - part).reshape(value.shape)
-            for part in ((generated * value).reshape(shape), generated.reshape(shape))
-        )
+        families = value.reshape(queries, values[level].shape[1], fork.children)
+        total = (families.sum(axis=-1, keepdims=True) - families).reshape(value.shape)
         match tree.baseline:
             case "roots":
                 baselines.append(other_roots)
             case "siblings":
-                baselines.append(np.where(count > 0.0, total / np.maximum(count, 1.0), other_roots))
+                baselines.append(total / (fork.children - 1))
             case _:
-                baselines.append((total + other_roots) / (count + 1.0))
+                baselines.append((total + other_roots) / fork.children)
     return baselines
 
 
@@ -179,7 +166,7 @@ def first_slots(segments: Segments, tree: TreeConfig) -> Ints:
     places = list(np.unravel_index(np.arange(samples), tree.children(samples)))
     for level in range(1, len(places)):
         ended = ~segments["tokens"][..., level:].any(axis=-1)
-        places[level] = np.where(ended | (segments["weight"][..., level] == 0.0), 0, places[level])
+        places[level] = np.where(ended, 0, places[level])
     shape = np.zeros(segments.shape[:2], np.int64)
     return np.ravel_multi_index(np.broadcast_arrays(shape, *places)[1:], tree.children(samples))
 

@@ -22,10 +22,9 @@ Routing = NDArray[np.unsignedinteger[Any]]
 """[tokens, layers, k], the experts of every token in every layer, from 0; see :class:`RoutingShape`."""
 Segments = NDArray[np.void]
 """[…, S], of dtype :data:`SEGMENT`: the parts of a completion that have an advantage each."""
-SEGMENT = np.dtype([("tokens", "i8"), ("square", "f8"), ("reward", "f8"), ("logprob", "f8"), ("weight", "f8")])
+SEGMENT = np.dtype([("tokens", "i8"), ("square", "f8"), ("reward", "f8"), ("logprob", "f8")])
 """``tokens``: number of them. ``square``: squared norm of their score. ``reward``: the segment's own, penalties
-included. ``logprob``: of its tokens. ``weight``: 1/(the probability with which the segment's branch was generated), and
-0 if it was not generated; see ``rl/trees.py``."""
+included. ``logprob``: of its tokens."""
 Label = str | dict[str, Any] | list[Any]
 """A reference answer: a text, or what a data set keeps in its place, such as the tests that a program has to pass."""
 
@@ -111,10 +110,6 @@ class Completion:
     """[L], the segment of each token, from 0; −1 where ``loss_mask`` is False. In a conversation of several roles it is
     the place among ``rollout.roles`` of the one that sampled the token; in a tree the number of forks before the token.
     None: all tokens have one advantage."""
-    weights: tuple[float, ...] = ()
-    """In a tree: ``weight`` of each segment, see :data:`SEGMENT`. The group has all leaves in order, and a path that
-    ended early in the place of each leaf that it stands for. A branch that was not generated is there as a copy of its
-    first sibling, with the weight 0."""
     starts: tuple[int, ...] = ()
     """In a conversation of several sequences: where those after the first begin, see ``rl/sequences.py``."""
 

@@ -202,7 +202,7 @@ class Collector:
     def _check_forks(self, answers: Sequence[Group]) -> None:
         """Only an engine that does not know of trees leaves them out."""
         rollout = self._config.rollout
-        if any(len(completion.weights) != rollout.segments for group in answers for completion in group.completions):
+        if any(completion.segments is None for group in answers for completion in group.completions):
             levels = len(rollout.tree.branches)
             problem = f"has {levels} levels, and completions came from the engine {rollout.engine} that did not fork"
             remedy = "Have it grow what Sampling.branches asks for (rollout/tree.py), or set rollout.tree.branches=[]"

@@ -159,7 +159,7 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
             every = self._continue([stem for _, stem in now], sampling, version)
             for (tree, _), paths in zip(now, every, strict=True):
                 tree += paths
-                stems += [(tree, fork) for path in paths for fork in forks_of(path, branches, sampling.seed)]
+                stems += [(tree, fork) for path in paths for fork in forks_of(path, branches)]
         return [leaves_of(tree, branches) for tree in trees]
 
     @torch.inference_mode()

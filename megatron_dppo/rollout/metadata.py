@@ -102,13 +102,13 @@ def _log_ratios(completion: Completion) -> tuple[float, float]:
     return float(mean), float(np.sqrt(np.average((ratio - mean) ** 2, weights=weight)))
 
 
-def _segments(completion: Completion, count: int) -> list[tuple[int, float, float, float, float]]:
+def _segments(completion: Completion, count: int) -> list[tuple[int, float, float, float]]:
     """A row of ``SEGMENT`` for each segment, without a reward of its own."""
     rows = []
-    for number, weight in enumerate(completion.weights or (1.0,) * count):
+    for number in range(count):
         tokens: Bools = np.equal(np.asarray(completion.segments), number)
         logprob = float(completion.logprobs[tokens].sum(dtype=np.float64))
-        rows.append((int(tokens.sum()), _score_norm(completion, tokens) ** 2, 0.0, logprob, weight))
+        rows.append((int(tokens.sum()), _score_norm(completion, tokens) ** 2, 0.0, logprob))
     return rows
 
 

@@ -117,8 +117,6 @@ class StepRollouts:
             if known.teacher[row] != teaching.model_of(source):
                 return False
             for completion in group.completions:
-                if bool(completion.weights) != bool(rollout.tree.branches):
-                    return False
                 if (completion.teacher_logprobs is not None) != teaching.served(source):
                     return False
                 if routed and completion.routing is None:
@@ -247,10 +245,7 @@ def _so_far(stored: dict[str, Any], share: set[int]) -> list[PartialRollout]:
     ]
 
 
-_COLUMNS = (
-    *("token_ids", "logprobs", "loss_mask", "versions", "routing"),
-    *("teacher_logprobs", "segments", "weights", "starts"),
-)
+_COLUMNS = ("token_ids", "logprobs", "loss_mask", "versions", "routing", "teacher_logprobs", "segments", "starts")
 """The fields of a completion that have a length of their own, or are None."""
 
 
@@ -273,7 +268,7 @@ def _completions(stored: dict[str, Any]) -> Iterator[Completion]:
         columns[name] = [None if length < 0 else part for length, part in zip(lengths, parts, strict=False)]
     for number, stopped in enumerate(stored["stopped"].tolist()):
         found: dict[str, Any] = {name: column[number] for name, column in columns.items()}
-        found |= {"weights": tuple(found["weights"].tolist()), "starts": tuple(map(int, found["starts"]))}
+        found["starts"] = tuple(map(int, found["starts"]))
         yield Completion(**found, finish_reason="stop" if stopped else "length")
 
 

@@ -5,13 +5,12 @@ other children are continuations of its beginning. Whether a path forks somewher
 nothing after, so that this has the law of a tree whose branches stop there and are continued as often as they have
 children. The leaves of a group are numbered so that those below a branch stand together. A continuation is known by
 its *slot*, the first leaf that it stands for: a path keeps its slot, and child j of a fork has the first slot of the
-fork's j-th part. With ``branches[].keep`` some children are drawn by chance and the others not generated, as
-``rl/trees.py`` has it. Both engines grow trees by these functions; flat groups are trees without branches.
+fork's j-th part. Both engines
+grow trees by these functions; flat groups are trees without branches.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -45,8 +44,6 @@ class Prefix:
     """Entropies of the prefix; None if no fork needs them."""
     forks: tuple[int, ...] = ()
     """Forks of the path, by level. The last one is the length of the prefix."""
-    weights: tuple[float, ...] = ()
-    """Weights of the path's branch at these forks; continuations here count the last one."""
     limit: int | None = None
     """Most tokens of each continuation; None: as many as are left of a response."""
 
@@ -79,8 +76,6 @@ class TreePath:
     entropies: Entropies | None
     forks: tuple[int, ...]
     """After how many tokens it has forked, at each level; its length where it ended before."""
-    weights: tuple[float, ...]
-    """Weights of its branches at these forks."""
 
     @property
     def level(self) -> int:
@@ -136,28 +131,18 @@ def grown(stem: Prefix, slot: int, part: Completion, entropies: Entropies | None
     if entropies is not None and stem.entropies is not None:
         entropies = np.concatenate([stem.entropies, entropies])
     forks = fork_positions(branches, len(whole.token_ids), entropies, stem.forks)
-    weights = stem.weights + (1.0,) * (len(forks) - len(stem.weights))
-    return TreePath(stem, slot, whole, entropies, forks, weights)
+    return TreePath(stem, slot, whole, entropies, forks)
 
 
-def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Prefix]:
-    """Stems to continue after the forks of a path, at all levels; its own part after each fork exists.
-
-    Args:
-        path: that has ended.
-        branches: the levels of the tree.
-        seed: with the prompt and the slot it says which children are generated.
-    """
+def forks_of(path: TreePath, branches: Branches) -> list[Prefix]:
+    """Stems to continue after the forks of a path, at all levels; its own part after each fork exists."""
     stems = []
     for level in range(path.level, len(branches)):
         position = path.forks[level]
         if position == len(path.completion.token_ids):
             break
-        width, fork = leaves_below(branches, level + 1), branches[level]
-        children = (path.slot + child * width for child in range(1, fork.children))
-        slots = tuple(slot for slot in children if _luck(seed, path.stem.prompt.id, slot) < fork.keep)
-        if not slots:
-            continue
+        width = leaves_below(branches, level + 1)
+        slots = tuple(path.slot + child * width for child in range(1, branches[level].children))
         stems.append(
             Prefix(
                 path.stem.prompt,
@@ -166,50 +151,22 @@ def forks_of(path: TreePath, branches: Branches, seed: int) -> list[Prefix]:
                 prefix=beginning(path.completion, position, len(path.stem.prompt.token_ids) + position),
                 entropies=None if path.entropies is None else path.entropies[:position],
                 forks=path.forks[: level + 1],
-                weights=(*path.weights[:level], 1.0 / fork.keep),
             )
         )
     return stems
 
 
-def _luck(seed: int, prompt: int, slot: int) -> float:
-    """In [0, 1), of a child, and independent of the luck with which its tokens are drawn."""
-    digest = hashlib.blake2b(f"{seed}/{prompt}/{slot}/generated".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64
-
-
 def leaves_of(paths: Iterable[TreePath], branches: Branches) -> tuple[Completion, ...]:
-    """The group: all leaves of a tree, in order, each with the path that ends there or has ended before.
-
-    The leaves of a child that was not generated are those of the path that it would have left, with the weight 0.
-    """
+    """The group: all leaves of a tree, in order, each with the path that ends there or has ended before."""
     if not branches:
         return tuple(path.completion for path in sorted(paths, key=lambda path: path.slot))
     leaves: dict[int, Completion] = {}
     for path in sorted(paths, key=lambda path: path.level):  # a child takes its leaves from the path that it left
         below, ends = leaves_below(branches, path.level), (*path.forks, len(path.completion.token_ids))
         segments = np.repeat(np.arange(len(ends), dtype=np.int8), np.diff(ends, prepend=0))
-        leaf = replace(path.completion, segments=segments, weights=(1.0, *path.weights))
+        leaf = replace(path.completion, segments=segments)
         leaves |= dict.fromkeys(range(path.slot, path.slot + below), leaf)
-    for level in reversed(range(len(branches))):  # so that what is copied is complete
-        width = leaves_below(branches, level + 1)
-        for child in range(0, len(leaves), width):
-            first = child - child % (width * branches[level].children)
-            own = leaves[first]
-            if child > first and leaves[child] is own and _tokens_from(own, level + 1):
-                leaves |= {child + leaf: _not_generated(leaves[first + leaf], level + 1) for leaf in range(width)}
     return tuple(leaves[slot] for slot in sorted(leaves))
-
-
-def _tokens_from(leaf: Completion, segment: int) -> int:
-    """Tokens of a segment and of those after it."""
-    return int(np.count_nonzero(np.asarray(leaf.segments) >= segment))
-
-
-def _not_generated(sibling: Completion, segment: int) -> Completion:
-    weights = list(sibling.weights)
-    weights[segment] = 0.0
-    return replace(sibling, weights=tuple(weights))
 
 
 def unique_tokens(group: Sequence[Completion], branches: Branches) -> int:
@@ -218,7 +175,6 @@ def unique_tokens(group: Sequence[Completion], branches: Branches) -> int:
         return sum(int(completion.loss_mask.sum()) for completion in group)
     total = 0
     for slot, leaf in enumerate(group):
-        if 0.0 not in leaf.weights:  # no copy
-            level = next(level for level in range(len(branches) + 1) if slot % leaves_below(branches, level) == 0)
-            total += _tokens_from(leaf, level)
+        level = next(level for level in range(len(branches) + 1) if slot % leaves_below(branches, level) == 0)
+        total += int(np.count_nonzero(np.asarray(leaf.segments) >= level))
     return total

@@ -35,7 +35,7 @@ OF_OWN = 1.0 - 1.0 / SAMPLES
 """Factor of a flat group's gradient whose baseline is the mean of all its rewards, its own included."""
 TWICE = TreeConfig(branches=(BranchConfig(at=1), BranchConfig(at=3)))
 """One path in three does not reach the second fork."""
-BY_ENTROPY = TreeConfig(branches=(BranchConfig(entropy=3.0, children=4, keep=0.5),))
+BY_ENTROPY = TreeConfig(branches=(BranchConfig(entropy=3.0, children=4),))
 
 
 def configure(folder: Path, tree: TreeConfig, *, pruned: bool) -> Config:

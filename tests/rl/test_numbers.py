@@ -103,7 +103,7 @@ def test_no_baseline_makes_an_advantage_of_rounding(name: str) -> None:
 def test_tree_has_no_advantage_of_rounding() -> None:
     tree = TreeConfig(branches=(BranchConfig(at=1, children=2),), baseline="depth")
     segments = np.zeros((1, 4, 2), SEGMENT)
-    segments["tokens"], segments["weight"] = (1, 2), 1.0
+    segments["tokens"] = 1, 2
     assert (tree_advantages(EQUAL, segments, tree) == 0.0).all()
 
 

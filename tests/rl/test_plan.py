@@ -106,7 +106,7 @@ def test_log_names_what_is_biased_or_estimated(loss, inclusion, rollout, note):
     """Once a step, and only where it is."""
     metadata = step_metadata(8, prompt_inclusion=np.full(8, inclusion))
     segments = np.zeros((8, 8, 2 if rollout else 0), SEGMENT)
-    segments["tokens"] = segments["weight"] = 1
+    segments["tokens"] = 1
     segments["reward"] = metadata.rewards[..., None]
     config = step_config(**loss)
     config = replace(config, rollout=replace(config.rollout, samples_per_prompt=8, **rollout))

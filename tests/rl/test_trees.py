@@ -25,9 +25,7 @@ CASES: dict[str, Callable[[], Forests]] = {
     "three of each": lambda: forests(OF_TWO, (3, 3), (1,)),
     "two levels": lambda: forests(PLAIN, (2, 2, 2), (1, 2)),
     "early stop": lambda: forests(STOPPING, (2, 2), (1,)),
-    "pruned before": lambda: forests(OF_TWO, (2, 2), (1,), keep=(0.4,)),
-    "pruned before, three children": lambda: forests(PLAIN, (2, 3), (2,), keep=(0.4,)),
-    "pruned before, two levels": lambda: forests(STOPPING, (2, 2, 2), (1, 2), keep=(0.6, 0.3)),
+    "early stop, two levels": lambda: forests(STOPPING, (2, 2, 2), (1, 2)),
 }
 
 
@@ -57,24 +55,23 @@ def test_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> Non
 @pytest.mark.parametrize(
     ("baseline", "second", "third"),
     [
-        ("siblings", [-3, 12, -6], [4, -4, -8, 24, 12, -12]),
-        ("roots", [3, 18, 6], [5, 1, 6, 42, 12, 0]),
-        ("mixed", [-1, 14, -2], [4.5, -1.5, -1, 33, 12, -6]),
+        ("siblings", [-3, 6, -3], [4, -4, -12, 12, 6, -6]),
+        ("roots", [3, 9, 3], [5, 1, 3, 15, 6, 0]),
+        ("mixed", [-1, 7, -1], [4.5, -1.5, -4.5, 13.5, 6, -3]),
     ],
 )
 def test_advantages_of_a_tree_written_out(baseline: str, second: list[float], third: list[float]) -> None:
-    """The first root, of the value 6, has three children of the values 2, 8 and 2, and each of them two. The second
+    """The first root, of the value 4, has three children of the values 2, 8 and 2, and each of them two. The second
     root, of the value −1, ended before its fork: its path in six slots is trained on once."""
     segments = np.zeros((1, 12, 3), SEGMENT)
-    segments["tokens"] = segments["weight"] = 1
+    segments["tokens"] = 1
     segments["tokens"][0, 6:, 1:] = 0
-    segments["weight"][0, 2:6, 1], segments["weight"][0, 3, 2] = 2.0, 3.0
     branches = BranchConfig(at=1, children=3), BranchConfig(at=2, children=2)
     tree = TreeConfig(roots=2, branches=branches, baseline=baseline)
-    found = tree_advantages(np.array([[4.0, 0, 2, 6, 5, -1, *[-1] * 6]]), segments, tree)
+    found = tree_advantages(np.array([[4.0, 0, 2, 14, 5, -1, *[-1] * 6]]), segments, tree)
     expected = np.zeros((12, 3))
-    expected[:6] = np.column_stack([[7] * 6, np.repeat(second, 2), third])
-    expected[6, 0] = -42
+    expected[:6] = np.column_stack([[5] * 6, np.repeat(second, 2), third])
+    expected[6, 0] = -30
     np.testing.assert_allclose(found[0], expected, atol=1e-12)
 
 
@@ -91,9 +88,8 @@ def tree_metadata(given: Forests, outcome: int) -> StepMetadata:
     return step_metadata(*lengths.shape, response_lengths=lengths, segments=segments, **fields)
 
 
-@pytest.mark.parametrize("name", ["early stop", "pruned before"])
-def test_pruned_plan_is_unbiased_over_all_trees_and_draws(name: str) -> None:
-    given, total, pruned = case(name), 0.0, False
+def test_pruned_plan_is_unbiased_over_all_trees_and_draws() -> None:
+    given, total, pruned = case("early stop"), 0.0, False
     config = tree_config(given)
     for outcome, probability in enumerate(given.probability.tolist()):
         tokens = given.segments["tokens"][outcome]

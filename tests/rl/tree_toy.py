@@ -14,8 +14,8 @@ from megatron_dppo.config import BranchConfig, TreeConfig
 from megatron_dppo.rl.types import SEGMENT, Floats, Ints, Segments, StepPlan
 
 Tokens = tuple[int, ...]
-Slot = tuple[Tokens, tuple[int, ...], tuple[float, ...]]
-"""A leaf: its tokens, where its path forks, and the weight of its branch at each fork."""
+Slot = tuple[Tokens, tuple[int, ...]]
+"""A leaf: its tokens, and where its path forks."""
 Grown = Iterator[tuple[float, list[Slot]]]
 LONGEST = 3
 PREFIXES = [prefix for length in range(LONGEST) for prefix in itertools.product((0, 1), repeat=length)]
@@ -111,17 +111,16 @@ def plan_gradient(policy: Toy, step: StepPlan, paths: Sequence[Tokens], segments
     return total
 
 
-def forests(policy: Toy, children: Sequence[int], forks: Sequence[int], keep: Sequence[float] = ()) -> Forests:
+def forests(policy: Toy, children: Sequence[int], forks: Sequence[int]) -> Forests:
     """All trees of K = children[0] roots.
 
     Args:
         policy: what generates.
         children: K, M₁, …, M_B.
         forks: tokens before the fork of each level.
-        keep: ρ of each level, with which a child but the first is generated; empty: 1.
     """
     branches = tuple(BranchConfig(at=level, children=count) for level, count in enumerate(children[1:], start=1))
-    roots = list(_grown(policy, children, forks, keep or (1.0,) * len(branches)))
+    roots = list(_grown(policy, children, forks))
     outcomes = list(itertools.product(roots, repeat=children[0]))
     probability = np.array([math.prod(p for p, _ in trees) for trees in outcomes])
     assert math.isclose(probability.sum(), 1.0, abs_tol=1e-12)
@@ -131,49 +130,33 @@ def forests(policy: Toy, children: Sequence[int], forks: Sequence[int], keep: Se
         policy,
         TreeConfig(roots=children[0], branches=branches),
         probability,
-        [[path for path, _, _ in group] for group in groups],
-        rewards=np.array([[policy.rewards[path] for path, _, _ in group] for group in groups]),
+        [[path for path, _ in group] for group in groups],
+        rewards=np.array([[policy.rewards[path] for path, _ in group] for group in groups]),
         segments=np.array([[rows[slot] for slot in group] for group in groups], SEGMENT),
     )
 
 
-def _grown(
-    policy: Toy,
-    children: Sequence[int],
-    forks: Sequence[int],
-    keep: Sequence[float],
-    prefix: Tokens = (),
-    level: int = 0,
-) -> Grown:
-    """All that a branch can become. The slots have the forks and weights from ``level`` on."""
+def _grown(policy: Toy, children: Sequence[int], forks: Sequence[int], prefix: Tokens = (), level: int = 0) -> Grown:
+    """All that a branch can become. The slots have the forks from ``level`` on."""
     missing = len(children) - 1 - level
     if policy.ended(prefix):
-        slot = (prefix, (len(prefix),) * missing, (1.0,) * missing)
+        slot = (prefix, (len(prefix),) * missing)
         yield 1.0, [slot] * math.prod(children[level + 1 :])
     elif missing and len(prefix) == forks[level]:
-        rho = keep[level]
-        below = list(_grown(policy, children, forks, keep, prefix, level + 1))
-        other = [(rho * p, 1.0 / rho, slots) for p, slots in below]
-        if rho < 1.0:  # not generated: a copy of the first child without a weight
-            other.append((1.0 - rho, 0.0, []))
-        for (p, first), *rest in itertools.product(below, *[other] * (children[level + 1] - 1)):
-            branches = [(1.0, first), *((weight, slots or first) for _, weight, slots in rest)]
-            slots = [
-                (path, (len(prefix), *ends), (weight, *weights))
-                for weight, branch in branches
-                for path, ends, weights in branch
-            ]
-            yield math.prod([p, *(q for q, *_ in rest)]), slots
+        below = list(_grown(policy, children, forks, prefix, level + 1))
+        for branches in itertools.product(below, repeat=children[level + 1]):
+            slots = [(path, (len(prefix), *ends)) for _, branch in branches for path, ends in branch]
+            yield math.prod(p for p, _ in branches), slots
     else:
         for token in (0, 1):
-            for p, slots in _grown(policy, children, forks, keep, (*prefix, token), level):
+            for p, slots in _grown(policy, children, forks, (*prefix, token), level):
                 yield policy.probability(prefix, token) * p, slots
 
 
-def _segments(policy: Toy, slot: Slot) -> list[tuple[int, float, float, float, float]]:
-    path, forks, weights = slot
+def _segments(policy: Toy, slot: Slot) -> list[tuple[int, float, float, float]]:
+    path, forks = slot
     p = [policy.probability(path[:t], token) for t, token in enumerate(path)]
     return [
-        (end - start, sum((1 - x) ** 2 for x in p[start:end]), 0.0, sum(map(math.log, p[start:end])), weight)
-        for start, end, weight in zip((0, *forks), (*forks, len(path)), (1.0, *weights), strict=True)
+        (end - start, sum((1 - x) ** 2 for x in p[start:end]), 0.0, sum(map(math.log, p[start:end])))
+        for start, end in zip((0, *forks), (*forks, len(path)), strict=True)
     ]

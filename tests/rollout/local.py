@@ -82,10 +82,9 @@ def bits_of(groups: Groups) -> list[list[tuple[list[int], bytes, list[bool]]]]:
     return [[(c.token_ids.tolist(), c.logprobs.tobytes(), c.loss_mask.tolist()) for c in group] for group in groups]
 
 
-def forks_of(leaf: Completion) -> tuple[int, ...]:
+def forks_of(leaf: Completion, levels: int = 2) -> tuple[int, ...]:
     """Return the numbers of tokens after which the path to a leaf forked; its length if it ended before a fork."""
-    levels = range(1, len(leaf.weights))
-    return tuple(int(np.count_nonzero(np.asarray(leaf.segments) < level)) for level in levels)
+    return tuple(int(np.count_nonzero(np.asarray(leaf.segments) <= level)) for level in range(levels))
 
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -43,7 +43,6 @@ class Said:
     """Places of tokens that the policy did not sample."""
     segments: Sequence[int] = ()
     """Segment of each token; empty: none."""
-    weights: tuple[float, ...] = ()
     starts: tuple[int, ...] = ()
 
 
@@ -93,7 +92,6 @@ class ScriptedEngine(RolloutEngine[Completions]):
             np.zeros(len(tokens), np.int32) if said.versions is None else said.versions,
             "stop" if said.ended else "length",
             segments=np.array(said.segments, np.int8) if said.segments else None,
-            weights=said.weights,
             starts=said.starts,
         )
 

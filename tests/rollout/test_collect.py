@@ -167,14 +167,12 @@ def test_trees_fork_in_training_alone_and_shared_tokens_count_once(tokenizer: To
     tree = "rollout.samples_per_prompt=8", "rollout.tree.roots=2", "rollout.tree.branches=[{at: 3}, {at: 6}]"
     settings = "loss.name=dr_grpo", *tree
     p = [0.8] * 3 + [0.5] * 3 + [0.1] * 2
-    twice, once, ones = [0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1], (1.0, 1.0, 1.0)
-    long = [Said("score 1", p, segments=twice, weights=w) for w in ((1.0, 1.0, 2.5), ones, ones, ones)]
-    short = [Said("score 0", p, segments=once, weights=ones)] * 4
-    bench = Bench(tokenizer, {6: long + short}, *settings)
+    twice, once = [0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 1, 1]
+    said_by_slot = [Said("score 1", p, segments=twice)] * 4 + [Said("score 0", p, segments=once)] * 4
+    bench = Bench(tokenizer, {6: said_by_slot}, *settings)
     result = bench.collect()
     segments = result.metadata.segments
     assert segments["tokens"].tolist() == [[[3, 3, 2]] * 4 + [[3, 5, 0]] * 4]
-    assert segments["weight"][0, :2].tolist() == [[1.0, 1.0, 2.5], [1.0, 1.0, 1.0]]
     np.testing.assert_allclose(segments["square"][0, 0], [0.12, 0.75, 1.62], rtol=1e-6)
     np.testing.assert_allclose(segments["logprob"][0, 0], np.log([0.8**3, 0.5**3, 0.1**2]), rtol=1e-6)
     assert result.metrics["rollout/generated_tokens"] == 8 * 8

@@ -38,7 +38,7 @@ def group_of(prompt: int, kind: str = "plain") -> Group:
             "routed": {"routing": rng.integers(0, 300, (length + sample, 3, 2)).astype(np.uint16)},
             "sequences": {"starts": [(), (1,), (1, 2)][sample] if prompt % 2 else ()},
             "roles": {"segments": np.where(mask, np.arange(length) % 2, -1).astype(np.int8)},
-            "forks": {"segments": np.arange(length, dtype=np.int8) // 3, "weights": (1.0, 1.0, sample / 3)},
+            "forks": {"segments": np.arange(length, dtype=np.int8) // 3},
             "taught": {"teacher_logprobs": -rng.random(length).astype(np.float32)} if prompt % 2 else {},
         }[kind]
         first = int(rng.integers(1, length))

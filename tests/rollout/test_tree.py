@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -98,30 +97,6 @@ def test_leaves_have_logprobs_and_entropies_of_a_plain_forward(branches: Branche
             assert forks_of(leaf) == fork_positions(branches, len(leaf.token_ids), entropies)
             positions.add(forks_of(leaf)[0])
     assert branches == FIXED or len(positions) > 3
-
-
-def test_children_that_are_not_generated_are_copies_of_their_sibling(tmp_path: Path) -> None:
-    pruned = tuple(branch.model_copy(update={"keep": 0.4}) for branch in FIXED)
-    engine, prompts = make_engine(make_policy(), tmp_path, max_batch=144), make_prompts(5, 2, 9, 4)
-    every, some = (generate(engine, prompts, tree_of(branches, roots=24)) for branches in (FIXED, pruned))
-    drawn: dict[float, set[Any]] = defaultdict(set)
-    for whole, group in zip(every, some, strict=True):
-        for slot, leaf in enumerate(group):
-            for level, weight in enumerate(leaf.weights[1:]):
-                block, below = leaves_below(pruned, level), leaves_below(pruned, level + 1)
-                sibling = group[slot - slot % block + slot % below]
-                forked = forks_of(sibling)[level] < len(sibling.token_ids)
-                assert weight in ((0.0, 2.5) if forked and slot % block >= below else (1.0,))
-                drawn[weight].add((id(group), level, slot // below))
-                if weight == 0.0:
-                    assert leaf.token_ids is sibling.token_ids
-                    assert leaf.weights == (*sibling.weights[: level + 1], 0.0, *sibling.weights[level + 2 :])
-                    break
-            else:
-                np.testing.assert_array_equal(leaf.token_ids, whole[slot].token_ids)
-        assert unique_tokens(group, pruned) < unique_tokens(whole, FIXED)
-    kept, pruned_children = len(drawn[2.5]), len(drawn[0.0])
-    assert kept / (kept + pruned_children) == pytest.approx(0.4, abs=0.12)
 
 
 @pytest.mark.parametrize("branches", [(), FIXED, BY_ENTROPY])

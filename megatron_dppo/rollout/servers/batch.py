@@ -136,7 +136,7 @@ class RequestBatch:
         for sample in samples:
             self.progressed = time.monotonic()
             self.paths[index].append(path := sample.path(self.sampling.branches))
-            for stem in forks_of(path, self.sampling.branches, self.sampling.seed):
+            for stem in forks_of(path, self.sampling.branches):
                 continued.append([PartialCompletion(stem, slot, server=sample.server) for slot in stem.slots])
         return continued
 
