@@ -239,10 +239,10 @@ class TreeConfig(Section):
     for all the leaves that it would have had."""
     roots: Annotated[int, Ge(2)] | None = None
     """Completions that begin at the prompt; null: rollout.samples_per_prompt over the children of all levels."""
-    baseline: Literal["mixed", "siblings", "roots", "depth"] = "mixed"
-    """Baseline of a segment's value (the mean reward of the leaves below it). Unbiased: siblings (the mean of the
-    others that begin at the same fork), roots (of the other roots), mixed (of both). Biased: depth (BranchGRPO's: mean
-    and standard deviation of all segments of its level)."""
+    baseline: Literal["mixed", "depth"] = "mixed"
+    """Baseline of a segment's value, which is the mean reward of the leaves below the segment. ``mixed`` is unbiased:
+    the mean of the siblings' values and of the other roots' mean value. ``depth`` is biased: as in BranchGRPO, mean and
+    standard deviation of all segments of the level normalise the value."""
     depths: tuple[Count, ...] = ()
     """Segments that are trained on, by the number of forks before them; empty: all. To leave others out is BranchGRPO's
     pruning in depth, which is biased."""

@@ -60,13 +60,13 @@ def biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
 def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Floats:
     """V(u) − b(u) of every segment of every path.
 
-    With K = 2, M₁ = 2, forks after 1 of 3 tokens, and the baseline ``siblings``
+    With K = 2, M₁ = 2, forks after 1 of 3 tokens, and the baseline ``mixed``
 
         rewards [[1, 0, 0, 0]]    V of the roots [[0.5, 0]]
-        → [[[0.5, 1], [0.5, −1], [−0.5, 0], [−0.5, 0]]]
+        → [[[0.5, 1], [0.5, −0.5], [−0.5, −0.25], [−0.5, −0.25]]]
 
     If the second root had ended after its first token, it would be the third and the fourth completion, of one token.
-    Its advantage −0.5 would then be that of the third twice: [[[0.5, 1], [0.5, −1], [−1, 0], [0, 0]]].
+    Its advantage −0.5 would then be that of the third twice: [[[0.5, 1], [0.5, −0.5], [−1, 0], [0, 0]]].
 
     Args:
         rewards: [Q, G].
@@ -115,11 +115,9 @@ def node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -> list[F
 
 
 def _baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
-    """b of every node, in the shapes of ``values``.
+    """The baseline ``mixed`` of every node, in the shapes of ``values``.
 
-    - ``siblings``: the mean of the other children of its parent; for a root, the mean of the other roots.
-    - ``roots``: the mean of the other roots.
-    - ``mixed``: (Σ of the siblings' V + the mean of the other roots) / (number of siblings + 1).
+    For a root, the mean of the other roots; else (Σ of the siblings' V + that mean) / (number of siblings + 1).
     """
     queries, roots = values[0].shape
     of_roots = (values[0].sum(axis=1, keepdims=True) - values[0]) / (roots - 1)
@@ -128,13 +126,7 @@ def _baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
         other_roots = np.repeat(of_roots, value.shape[1] // roots, axis=1)
         families = value.reshape(queries, values[level].shape[1], fork.children)
         total = (families.sum(axis=-1, keepdims=True) - families).reshape(value.shape)
-        match tree.baseline:
-            case "roots":
-                baselines.append(other_roots)
-            case "siblings":
-                baselines.append(total / (fork.children - 1))
-            case _:
-                baselines.append((total + other_roots) / fork.children)
+        baselines.append((total + other_roots) / fork.children)
     return baselines
 
 

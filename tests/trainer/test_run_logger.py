@@ -105,7 +105,7 @@ IDLE = {
     "rollout.launch.count=2": ("", "rollout.engine=vllm"),
     "rollout.attempts=9": ("", "rollout.conversation=a:b"),
     "rollout.max_in_flight=9": ("", "rollout.engine=sglang"),
-    "rollout.tree.baseline=roots": ("", "rollout.tree.branches=[{at: 3}]"),
+    "rollout.tree.baseline=depth": ("", "rollout.tree.branches=[{at: 3}]"),
     "model.lora.alpha=8": ("", "model.lora.rank=4"),
     "model.reference_on_host=true": ("", "loss.kl_coef=0.1"),
     "model.deterministic=true": ("model.dtype=fp32", "model.dtype=bf16"),
