@@ -250,11 +250,6 @@ class TreeConfig(Section):
     """How children make their parent's value. ``mean``: each counts alike; ``probability``: by the softmax of their
     log-probabilities (BranchGRPO's option), which is biased."""
 
-    def children(self, samples: int) -> tuple[int, ...]:
-        """How many begin at the prompt, and at each fork of every level, in a tree of ``samples`` leaves."""
-        below = [branch.children for branch in self.branches]
-        return samples // math.prod(below), *below
-
     @field_validator("branches")
     @classmethod
     def _grow(cls, branches: tuple[BranchConfig, ...]) -> tuple[BranchConfig, ...]:

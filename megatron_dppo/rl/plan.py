@@ -25,7 +25,7 @@ from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.sequences import alike, no_further, spread
-from megatron_dppo.rl.trees import biased_settings
+from megatron_dppo.rl.trees import find_biased_settings
 from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, no_segments
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name not in ("window", "parts")]
@@ -209,7 +209,7 @@ def notes(
     ):
         if biased:
             yield f"pruning.{level}.rule = {rule} is biased: {biased}"
-    for setting, why in biased_settings(config.rollout.tree):
+    for setting, why in find_biased_settings(config.rollout.tree):
         yield f"{setting} is biased: {why}"
     if config.rollout.roles:
         yield (

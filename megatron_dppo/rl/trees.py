@@ -1,34 +1,33 @@
-"""The advantages of a tree of completions: one for each stretch of a path between two forks.
+"""Advantages of the segments of a tree of completions.
 
-A prompt's tree has K roots, and the branches of level l = 1 … B fork into M_l children each. Its G = K·M₁·…·M_B leaves
-are the completions of an ordinary group, in order: siblings stand together. A completion is a path of B + 1 segments:
-from the start to the first fork, from one fork to the next, and from the last fork to the end. With u over all nodes
-and s_u the segment that leads to u
+A prompt's tree has K roots. A branch after l − 1 forks has M_l children at its next fork, for l = 1 … B. The
+G = K·M₁·…·M_B leaves are the completions of a group, in order: the leaves below a node are consecutive *slots* of the
+group. A completion is a path of B + 1 segments: from the start to the first fork, between forks, and from the last fork
+to the end. With u over all nodes and s_u the segment that ends at u,
 
     ĝ = Σ_u ω_u (V(u) − b(u)) ∇log π(s_u | path),    ω_u = (1/K) Π 1/M over u's path
 
-is an unbiased estimate of the gradient of the expected reward, for any baseline b(u) that does not depend on s_u given
-u's parent. V of a leaf is its reward, and V of a node the mean of its children's. Each slot of the group counts 1/G.
-The slots below a node add up to its ω, so that the aggregation ``constant`` needs no weights: the loss of a token in
-segment l of completion g has the advantage ``tree_advantages(…)[q, g, l]``, and is divided by N·G·L_max as ever.
+is an unbiased estimate of the gradient of the expected reward, for each baseline b(u) that does not depend on s_u given
+u's parent. V of a leaf is the reward of the leaf. V of any other node is the mean of its children's V. Each slot has
+the weight 1/G, and the slots below a node have the weight ω in total. The aggregation ``constant`` therefore needs no
+weights: tokens of segment l of completion g have the advantage ``tree_advantages(…)[q, g, l]``, and the loss is divided
+by N·G·L_max, as for groups without a tree.
 
-**A path that ends before a fork** stands in each of the slots that its children would have had. Its ω is unchanged.
+- A path that ends before a fork is the completion of each slot below its last node. Its ω is unchanged.
+- A path in several slots is trained on once: its first slot has the sum of the slots' advantages. The other slots have
+  zeros, and each rule of pruning drops a completion that has only zeros.
+- The position of a fork depends on the tokens before the fork alone. Forks that depend on later tokens are biased.
 
-**What is in several slots is trained on once**: the first slot of a path has the sum of their advantages. The others
-have zeros, and a completion with zeros only is what every rule of pruning drops.
-
-A fork is where a number of tokens, or the tokens before it, say so. By enumeration: a fork chosen by what comes after
-it is biased; so is 1/(number of different leaves) for each leaf, where some ended early; and the mean of all leaves as
-the baseline leaves half of a trunk's gradient at K = 2.
+By enumeration, the weight 1/(number of different leaves) for each leaf is biased if a path ended early. The mean of all
+leaves as the baseline leaves half of a root segment's gradient at K = 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.types import Floats, Ints, Segments
@@ -36,15 +35,14 @@ from megatron_dppo.rl.types import Floats, Ints, Segments
 if TYPE_CHECKING:
     from megatron_dppo.config import TreeConfig
 
-Number = TypeVar("Number", np.int64, np.float64)
 ROUNDING = 1e-12
-"""An advantage of this share of the rewards' spread is a rounding error of means, and zero."""
+"""An advantage of at most this fraction of the range of a group's rewards is a rounding error, and set to zero."""
 DEVIATION_FLOOR, CLIP = 1e-8, 5.0
 """BranchGRPO's normalisation: least deviation, bound on |A|."""
 
 
-def biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
-    """The settings under which the expected gradient is not that of the expected reward, and why, for the log."""
+def find_biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
+    """Yield each setting that biases the gradient, with the reason, for the log."""
     if tree.branches and tree.baseline == "depth":
         why = "a segment's own reward is in its depth's mean, and each depth is divided by a deviation of its own"
         yield "rollout.tree.baseline = depth", why
@@ -58,19 +56,19 @@ def biased_settings(tree: TreeConfig) -> Iterator[tuple[str, str]]:
 
 
 def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Floats:
-    """V(u) − b(u) of every segment of every path.
+    """Return V(u) − b(u) of each segment of each path.
 
     With K = 2, M₁ = 2, forks after 1 of 3 tokens, and the baseline ``mixed``
 
         rewards [[1, 0, 0, 0]]    V of the roots [[0.5, 0]]
         → [[[0.5, 1], [0.5, −0.5], [−0.5, −0.25], [−0.5, −0.25]]]
 
-    If the second root had ended after its first token, it would be the third and the fourth completion, of one token.
-    Its advantage −0.5 would then be that of the third twice: [[[0.5, 1], [0.5, −0.5], [−1, 0], [0, 0]]].
+    If the second root ends after its first token, its path is the third and the fourth completion. The third then has
+    the advantage −0.5 twice: [[[0.5, 1], [0.5, −0.5], [−1, 0], [0, 0]]].
 
     Args:
         rewards: [Q, G].
-        segments: [Q, G, B + 1]; those after the end of a path have no tokens.
+        segments: [Q, G, B + 1]; segments after the end of a path have no tokens.
         tree: K, M, the baseline and the depths.
 
     Returns:
@@ -79,65 +77,68 @@ def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Fl
     """
     rewards = without_rounding(rewards)
     spread = np.ptp(rewards, axis=1, keepdims=True)[..., None]
-    tokens = segments["tokens"]
-    by_node = node_values(rewards - rewards[:, :1], segments, tree)
+    tokens, samples = segments["tokens"], rewards.shape[1]
+    values = compute_node_values(rewards - rewards[:, :1], segments, tree)
     if tree.baseline == "depth":
-        nodes = [normalised_by_depth(v, _of_nodes(tokens[..., b], v.shape[1])) for b, v in enumerate(by_node)]
+        nodes = [
+            normalise_depth(value, tokens[:, :: samples // value.shape[1], level]) for level, value in enumerate(values)
+        ]
     else:
-        nodes = [v - b for v, b in zip(by_node, _baselines(by_node, tree), strict=True)]
-    slots = np.stack([np.repeat(a, rewards.shape[1] // a.shape[1], axis=1) for a in nodes], axis=-1)
+        nodes = [value - baseline for value, baseline in zip(values, _compute_baselines(values, tree), strict=True)]
+    slots = np.stack([np.repeat(node, samples // node.shape[1], axis=1) for node in nodes], axis=-1)
     slots[(tokens == 0) | (np.abs(slots) <= ROUNDING * spread)] = 0.0
     if tree.depths:
         slots[..., np.setdiff1d(np.arange(slots.shape[-1]), tree.depths)] = 0.0
     once = np.zeros_like(slots)
-    np.add.at(once, (np.arange(len(rewards))[:, None], first_slots(segments, tree)), slots)
+    np.add.at(once, (np.arange(len(rewards))[:, None], find_first_slots(segments, tree)), slots)
     return once
 
 
-def node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -> list[Floats]:
-    """V of every node, level by level: [Q, K], [Q, K·M₁], …, [Q, G].
+def compute_node_values(rewards: Floats, segments: Segments, tree: TreeConfig) -> list[Floats]:
+    """Return V of each node by level: [Q, K], [Q, K·M₁], …, [Q, G].
 
-    With ``tree.fusion`` = ``probability`` the children are weighted by the softmax of their segments'
-    log-probabilities, as BranchGRPO (arXiv:2509.06040) has it.
+    With ``tree.fusion`` = ``probability`` the weights of the children are BranchGRPO's (arXiv:2509.06040): the softmax
+    of the log-probabilities of their segments.
     """
     values = [rewards]
-    for level in range(len(tree.branches) - 1, -1, -1):
-        nodes, children = values[0].shape[1], tree.branches[level].children
-        shape = len(rewards), nodes // children, children
-        below = values[0].reshape(shape)
+    for level in range(len(tree.branches), 0, -1):
+        nodes, siblings = values[0].shape[1], tree.branches[level - 1].children
+        shape = len(rewards), nodes // siblings, siblings
+        children = values[0].reshape(shape)
         if tree.fusion == "probability":
-            logprob = _of_nodes(segments["logprob"][..., level + 1], nodes).reshape(shape)
-            share = np.exp(logprob - logprob.max(axis=-1, keepdims=True))
-            values.insert(0, (share * below).sum(axis=-1) / share.sum(axis=-1))
+            logprob = segments["logprob"][:, :: rewards.shape[1] // nodes, level].reshape(shape)
+            weight = np.exp(logprob - logprob.max(axis=-1, keepdims=True))
+            values.insert(0, (weight * children).sum(axis=-1) / weight.sum(axis=-1))
         else:
-            values.insert(0, below.mean(axis=-1))
+            values.insert(0, children.mean(axis=-1))
     return values
 
 
-def _baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
-    """The baseline ``mixed`` of every node, in the shapes of ``values``.
+def _compute_baselines(values: Sequence[Floats], tree: TreeConfig) -> list[Floats]:
+    """Return the baseline ``mixed`` of each node, in the shapes of ``values``.
 
-    For a root, the mean of the other roots; else (Σ of the siblings' V + that mean) / (number of siblings + 1).
+    The baseline of a root is the mean of the other roots. The baseline of any other node is the mean of its siblings'
+    V and, as one more, the baseline of its root.
     """
     queries, roots = values[0].shape
-    of_roots = (values[0].sum(axis=1, keepdims=True) - values[0]) / (roots - 1)
-    baselines = [of_roots]
-    for level, (value, fork) in enumerate(zip(values[1:], tree.branches, strict=True)):
-        other_roots = np.repeat(of_roots, value.shape[1] // roots, axis=1)
-        families = value.reshape(queries, values[level].shape[1], fork.children)
-        total = (families.sum(axis=-1, keepdims=True) - families).reshape(value.shape)
-        baselines.append((total + other_roots) / fork.children)
+    other_roots = (values[0].sum(axis=1, keepdims=True) - values[0]) / (roots - 1)
+    baselines = [other_roots]
+    for value, branch in zip(values[1:], tree.branches, strict=True):
+        nodes = value.shape[1]
+        children = value.reshape(queries, nodes // branch.children, branch.children)
+        siblings = (children.sum(axis=-1, keepdims=True) - children).reshape(value.shape)
+        baselines.append((siblings + np.repeat(other_roots, nodes // roots, axis=1)) / branch.children)
     return baselines
 
 
-def normalised_by_depth(values: Floats, tokens: Ints) -> Floats:
-    """BranchGRPO's advantage (arXiv:2509.06040): (V − mean)/(std + 1e-8) over a tree's nodes of one depth, within ±5.
+def normalise_depth(values: Floats, tokens: Ints) -> Floats:
+    """Return BranchGRPO's advantage (arXiv:2509.06040) of nodes of one depth: (V − mean)/(std + 1e-8), within ±5.
 
-    It is biased: a node's own reward is in the mean, and each depth is divided by a deviation of its own.
+    The advantage is biased: a node's own reward is in the mean, and each depth has a different divisor.
 
     Args:
-        values: [Q, n] of one depth.
-        tokens: [Q, n], of their segments. A node without is none: its path ended before.
+        values: [Q, n].
+        tokens: [Q, n], tokens of the nodes' segments; 0: no node, because the path ended at a lower depth.
 
     Returns:
         [Q, n]; 0 for a node alone at its depth.
@@ -149,20 +150,12 @@ def normalised_by_depth(values: Floats, tokens: Ints) -> Floats:
     return np.clip(np.where(count > 1, centred, 0.0) / (deviation + DEVIATION_FLOOR), -CLIP, CLIP)
 
 
-def first_slots(segments: Segments, tree: TreeConfig) -> Ints:
-    """[Q, G], the first slot of the group that has the same path: its own, but where a path is in several.
+def find_first_slots(segments: Segments, tree: TreeConfig) -> Ints:
+    """Return the first slot [Q, G] with the path of each slot.
 
-    With M₁ = M₂ = 2, and a root whose first branch ended before it forked again: [[0, 0, 2, 3, …]].
+    With M₁ = M₂ = 2, and a root whose first branch ended before the second fork: [[0, 0, 2, 3, …]].
     """
-    samples = segments.shape[1]
-    places = list(np.unravel_index(np.arange(samples), tree.children(samples)))
-    for level in range(1, len(places)):
-        ended = ~segments["tokens"][..., level:].any(axis=-1)
-        places[level] = np.where(ended, 0, places[level])
-    shape = np.zeros(segments.shape[:2], np.int64)
-    return np.ravel_multi_index(np.broadcast_arrays(shape, *places)[1:], tree.children(samples))
-
-
-def _of_nodes(slots: NDArray[Number], nodes: int) -> NDArray[Number]:
-    """[Q, n] out of [Q, G]: what a node's first slot has, which all of its slots have in common."""
-    return slots[:, :: slots.shape[1] // nodes]
+    slots = np.arange(segments.shape[1])
+    leaves = np.cumprod([1, *(branch.children for branch in reversed(tree.branches))])[::-1]
+    last_segment = np.maximum(np.count_nonzero(segments["tokens"], axis=-1), 1) - 1
+    return slots - slots % leaves[last_segment]

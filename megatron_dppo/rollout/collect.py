@@ -32,7 +32,7 @@ from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import GroupScoring, check_failures, failed_scores, scored_group
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
 from megatron_dppo.rollout.teachers import TeacherQuery, TeacherServers
-from megatron_dppo.rollout.tree import unique_tokens
+from megatron_dppo.rollout.tree import count_unique_tokens
 
 COUNTS = ("rollout/dropped_groups", "reward/timeouts", "reward/errors")
 """Metrics that add up over the rounds of a step."""
@@ -227,7 +227,7 @@ class Collector:
             if any(score.failure for score in group.scores):
                 continue
             penalty = self._penalty(group.prompt, group.completions)
-            unique = [unique_tokens(group.completions, rollout.tree.branches)] + [0] * (len(group.completions) - 1)
+            unique = count_unique_tokens(group.completions, rollout.tree.branches)
             numbers.append([_numbers(*each) for each in zip(group.completions, group.scores, unique, strict=True)])
             groups.append(replace(group, rewards=group.rewards + penalty))
             inclusion.append(pi)
@@ -269,8 +269,7 @@ class Collector:
 def _numbers(completion: Completion, score: Score, unique: int) -> dict[str, float]:
     """The ``parts`` of a completion's metadata.
 
-    ``rollout/entropy`` is −Σ log p over the sampled tokens, which estimates their entropy without bias. Of
-    ``rollout/unique_tokens``, which completions of a tree share, the first has all.
+    ``rollout/entropy`` is −Σ log p over the sampled tokens, which estimates their entropy without bias.
     """
     return {
         **{f"reward/{name}": value for name, value in score.metrics.items()},

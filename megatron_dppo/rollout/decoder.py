@@ -280,19 +280,19 @@ class RoutingRecord:
 
     def __init__(self, routers: Routers, shape: RoutingShape, count: int, width: int) -> None:
         self._routers, self._shape = routers, shape
-        self._stems: list[np.ndarray] = [np.zeros((0, shape.layers, shape.per_token), np.int16)] * count
+        self._prefixes: list[np.ndarray] = [np.zeros((0, shape.layers, shape.per_token), np.int16)] * count
         self._read: torch.Tensor | None = None
         self._size = count, width
 
     def prefilled(self, lengths: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
-        """The model has read stems of these lengths, padded to the longest; each has some of the continuations."""
+        """The model has read prefixes of these lengths, padded to the longest; each has some of the continuations."""
         heard = self._routers.take()
         if self._read is None:
             self._read = heard.new_zeros(*self._size, self._shape.layers, self._shape.per_token)
-        of_stems = heard.unflatten(0, (len(lengths), -1)).cpu().numpy()
-        for stem, length, own in zip(of_stems, lengths, continuations, strict=True):
+        of_prefixes = heard.unflatten(0, (len(lengths), -1)).cpu().numpy()
+        for prefix, length, own in zip(of_prefixes, lengths, continuations, strict=True):
             for continuation in own:
-                self._stems[continuation] = stem[:length]
+                self._prefixes[continuation] = prefix[:length]
 
     def read(self, continuations: torch.Tensor, tokens: torch.Tensor) -> None:
         """The model has read n ``tokens`` ([rows, n], their numbers) of each of these continuations ([rows, 1])."""
@@ -300,10 +300,10 @@ class RoutingRecord:
         self._read[continuations, tokens] = self._routers.take().unflatten(0, tokens.shape)
 
     def of_rows(self, lengths: Sequence[int]) -> list[Routing]:
-        """Routing of each stem and continuation, without a continuation's last token, which is never read."""
+        """Routing of each prefix and continuation, without a continuation's last token, which is never read."""
         assert self._read is not None
         read = self._read.cpu().numpy()
         return [
-            np.concatenate([stem, read[row, : length - 1]]).astype(self._shape.dtype)
-            for row, (stem, length) in enumerate(zip(self._stems, lengths, strict=True))
+            np.concatenate([prefix, read[row, : length - 1]]).astype(self._shape.dtype)
+            for row, (prefix, length) in enumerate(zip(self._prefixes, lengths, strict=True))
         ]

@@ -1,4 +1,4 @@
-"""Continuous decoding: stems wait for room in a batch, their continuations leave it as they end, and others follow.
+"""Continuous decoding: prefixes wait for room in a batch, and continuations leave the batch as they end.
 
 Tokens are drawn and written on the device. The host looks at them when it wants to know who has ended: at every token
 on a CPU, where that costs nothing, and every few tokens on a GPU, which it would keep waiting. Tokens that a row has
@@ -23,12 +23,12 @@ from megatron_dppo.process.streams import moved
 from megatron_dppo.rl.types import Completion, Routing
 from megatron_dppo.rollout.decoder import Decoder, RolloutCache, Routers, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.tree import Prefix, TreePath, grown
+from megatron_dppo.rollout.tree import TreePath
 
 PREFILL_TOKENS = 16384
-"""Most tokens of stems that are read at once, padding included."""
+"""Most tokens of prefixes that are read at once, padding included."""
 LEAST_COMMON = 16
-"""Fewest tokens at the beginning of all stems that are worth a pass of their own, on a CPU."""
+"""Fewest tokens at the beginning of all prefixes that are worth a pass of their own, on a CPU."""
 BLOCK = 128
 """Tokens of the vocabulary whose probabilities are summed up before the others; it divides many vocabularies."""
 ROUND = {"cpu": 1, "cuda": 16}
@@ -39,33 +39,34 @@ stands; how many tokens of the completion there are, and may be; whether it has 
 
 
 class Decoding:
-    """The continuations of stems, while they are made.
+    """Continuations of prefixes while they are generated.
 
     Args:
         decoder: of the policy.
         routers: of the same model, which tell its choice of experts.
-        stems: to be continued, each as often as it has slots, in this order.
+        prefixes: paths to continue, each once for each of its slots, in this order.
         sampling: how.
-        most_rows: continuations in the batch at a time; as many as any stem has at least.
+        most_rows: continuations in the batch at a time; as many as any prefix has at least.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         routers: Routers,
-        stems: Sequence[Prefix],
+        prefixes: Sequence[TreePath],
         sampling: Sampling,
         *,
         most_rows: int,
     ) -> None:
-        self._decoder, self._stems, self._sampling = decoder, stems, sampling
-        each, limits = [len(stem.slots) for stem in stems], [stem.room(sampling.max_tokens) for stem in stems]
+        self._decoder, self._prefixes, self._sampling = decoder, prefixes, sampling
+        each = [len(prefix.slots) for prefix in prefixes]
+        limits = [prefix.max_new_tokens(sampling.max_tokens) for prefix in prefixes]
         self._ends, self._limits_of = np.cumsum(each), np.repeat(limits, each)
         device, count = decoder.device, int(self._ends[-1])
         self._round = ROUND[device.type]  # a row may go so far past its end
         width, rows = max(limits) + self._round, min(count, most_rows)
-        longest = max(len(stem.token_ids) + limit for stem, limit in zip(stems, limits, strict=True))
-        self._uniforms = without_waiting(uniforms_of(stems, sampling, width), device)
+        longest = max(len(prefix.token_ids) + limit for prefix, limit in zip(prefixes, limits, strict=True))
+        self._uniforms = without_waiting(uniforms_of(prefixes, sampling, width), device)
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
         self._entropies = torch.zeros_like(self._logprobs) if sampling.entropies else None
@@ -74,7 +75,7 @@ class Decoding:
         common = None if self._record or device.type == "cuda" else self._read_common()
         self._cache = decoder.new_cache(rows, longest + self._round, common)
         self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
-        self._waiting = deque(range(len(stems)))
+        self._waiting = deque(range(len(prefixes)))
         self._active, self._reach = 0, 0
         """How many rows there are, and a bound on the positions of their last tokens, which is above them."""
 
@@ -90,50 +91,50 @@ class Decoding:
             self._retire()
 
     def _next(self) -> list[int]:
-        """The stems to admit now: none where there is no room for a quarter of the rows, since it pays to read many."""
+        """Return the prefixes to admit now: none until a quarter of the rows is free, because reading many pays."""
         lump: list[int] = []
         room, longest = len(self._rows) - self._active, 0
         if self._active and room < len(self._rows) // 4:
             return lump
         while self._waiting:
-            stem = self._stems[self._waiting[0]]
-            room, longest = room - len(stem.slots), max(longest, len(stem.token_ids) - self._cache.begin)
+            prefix = self._prefixes[self._waiting[0]]
+            room, longest = room - len(prefix.slots), max(longest, len(prefix.token_ids) - self._cache.begin)
             if room < 0 or (lump and longest * (len(lump) + 1) > PREFILL_TOKENS):
                 break
             lump.append(self._waiting.popleft())
         return lump
 
     def _admit(self, lump: Sequence[int]) -> None:
-        """Read stems, padded on the right, and draw the first token of each of their continuations."""
-        stems, first = [self._stems[index] for index in lump], self._active
-        lengths = np.array([len(stem.token_ids) for stem in stems])
+        """Read prefixes, padded on the right, and draw the first token of each of their continuations."""
+        prefixes, first = [self._prefixes[index] for index in lump], self._active
+        lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
         begin = self._cache.begin
-        ids = np.zeros((len(stems), int(lengths.max())), np.int64)
-        for row, stem in enumerate(stems):
-            ids[row, : lengths[row]] = stem.token_ids
+        ids = np.zeros((len(prefixes), int(lengths.max())), np.int64)
+        for row, prefix in enumerate(prefixes):
+            ids[row, : lengths[row]] = prefix.token_ids
         tokens = self._to_device(ids[:, begin:])
         positions = torch.arange(begin, ids.shape[1], device=tokens.device).expand(tokens.shape)
         real = self._to_device(lengths) - begin
         hidden = self._decoder.read(self._cache, tokens, positions, first=first, width=ids.shape[1], real=real)
         ends = self._ends[lump].tolist()
-        continuations = [range(end - len(stem.slots), end) for stem, end in zip(stems, ends, strict=True)]
+        continuations = [range(end - len(prefix.slots), end) for prefix, end in zip(prefixes, ends, strict=True)]
         if self._record is not None:
             self._record.prefilled(lengths.tolist(), continuations)
-        source = np.repeat(np.arange(len(stems)), [len(each) for each in continuations])
+        source = np.repeat(np.arange(len(prefixes)), [len(each) for each in continuations])
         new = np.zeros((len(source), FIELDS), np.int64)
         new[:, COMPLETION], new[:, POSITION] = np.concatenate(continuations), lengths[source] - 1
         new[:, LIMIT] = self._limits_of[np.concatenate(continuations)]
         self._active, self._reach = first + len(source), max(self._reach, ids.shape[1] + 1)
         self._rows[first : self._active] = self._to_device(new)
-        of_stem = self._to_device(source)
-        self._cache.copy(of_stem + first, first, ids.shape[1])
-        last = hidden[torch.arange(len(stems), device=tokens.device), real - 1]
-        self._draw(first, self._decoder.logits(last)[of_stem])
+        of_prefix = self._to_device(source)
+        self._cache.copy(of_prefix + first, first, ids.shape[1])
+        last = hidden[torch.arange(len(prefixes), device=tokens.device), real - 1]
+        self._draw(first, self._decoder.logits(last)[of_prefix])
 
     def _read_common(self) -> RolloutCache | None:
-        """Read what all stems begin with. Of each at least one token is left."""
-        shortest = min(len(stem.token_ids) for stem in self._stems) - 1
-        beginnings = np.stack([stem.token_ids[:shortest] for stem in self._stems])
+        """Read the tokens that all prefixes begin with, but not the last token of any prefix."""
+        shortest = min(len(prefix.token_ids) for prefix in self._prefixes) - 1
+        beginnings = np.stack([prefix.token_ids[:shortest] for prefix in self._prefixes])
         common = int((beginnings == beginnings[0]).all(axis=0).cumprod().sum())
         if common < LEAST_COMMON:
             return None
@@ -179,7 +180,10 @@ class Decoding:
         self._reach = int(last) + 1
 
     def paths(self, version: int) -> list[list[TreePath]]:
-        """The paths that go on from each stem, made by weights of this version.
+        """Return the path of each continuation, by prefix.
+
+        Args:
+            version: version of the weights.
 
         Raises:
             FloatingPointError: a log-probability is not finite.
@@ -197,7 +201,7 @@ class Decoding:
         if self._record is not None:
             routing = self._record.of_rows(lengths.tolist())
 
-        def path(stem: Prefix, slot: int, row: int) -> TreePath:
+        def path(prefix: TreePath, slot: int, row: int) -> TreePath:
             length = int(lengths[row])
             part = Completion(
                 token_ids=tokens[row, :length].copy(),
@@ -208,27 +212,28 @@ class Decoding:
                 routing=routing[row],
             )
             own = None if entropies is None else entropies[row, :length].copy()
-            return grown(stem, slot, part, own, self._sampling.branches)
+            return prefix.extend(slot, [part], own)
 
         rows = iter(range(len(limits)))
-        return [[path(stem, slot, next(rows)) for slot in stem.slots] for stem in self._stems]
+        return [[path(prefix, slot, next(rows)) for slot in prefix.slots] for prefix in self._prefixes]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return without_waiting(array, self._rows.device)
 
 
-def uniforms_of(stems: Sequence[Prefix], sampling: Sampling, width: int) -> NDArray[np.float64]:
-    """[rows, width], of the continuations of each stem in turn; 0 past their ends and for greedy decoding.
+def uniforms_of(prefixes: Sequence[TreePath], sampling: Sampling, width: int) -> NDArray[np.float64]:
+    """Return uniforms [rows, width] of the continuations of each prefix in turn; 0 past their ends, or if greedy.
 
-    A token's uniform is that of its leaf and its place in the response, also where its path began after a fork.
+    The uniform of a token depends on the slot and on the position in the response, not on the fork before the token.
     """
-    uniforms = np.zeros((sum(len(stem.slots) for stem in stems), width))
+    uniforms = np.zeros((sum(len(prefix.slots) for prefix in prefixes), width))
     if sampling.temperature == 0:
         return uniforms
-    each = [(stem, slot) for stem in stems for slot in stem.slots]
-    for row, (stem, slot) in zip(uniforms, each, strict=True):
-        room = stem.room(sampling.max_tokens)
-        row[:room] = completion_uniforms(sampling.seed, stem.prompt.id, slot, stem.length + room)[stem.length :]
+    each = [(prefix, slot) for prefix in prefixes for slot in prefix.slots]
+    for row, (prefix, slot) in zip(uniforms, each, strict=True):
+        count = prefix.max_new_tokens(sampling.max_tokens)
+        of_response = completion_uniforms(sampling.seed, prefix.prompt.id, slot, prefix.length + count)
+        row[:count] = of_response[prefix.length :]
     return uniforms
 
 

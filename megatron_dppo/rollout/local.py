@@ -23,7 +23,7 @@ from megatron_dppo.rollout.decoder import Decoder, Routers, empty_model
 from megatron_dppo.rollout.decoding import Decoding
 from megatron_dppo.rollout.engine import Completions, GroupCallback, RolloutEngine, Sampling, WeightSource
 from megatron_dppo.rollout.local_conversations import LocalConversations
-from megatron_dppo.rollout.tree import Prefix, TreePath, forks_of, leaves_of, root_of
+from megatron_dppo.rollout.tree import TreePath, list_leaves, make_root
 
 
 class LocalEngine(RolloutEngine[Future[Completions]]):
@@ -152,20 +152,20 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         """The groups: what begins at the prompts, then what continues after its forks, and after theirs."""
         branches = sampling.branches
         trees: list[list[TreePath]] = [[] for _ in prompts]
-        roots = [root_of(prompt, sampling.samples, branches) for prompt in prompts]
-        stems = list(zip(trees, roots, strict=True))
-        while stems:
-            now, stems = stems, []
-            every = self._continue([stem for _, stem in now], sampling, version)
+        roots = [make_root(prompt, sampling.samples, branches) for prompt in prompts]
+        prefixes = list(zip(trees, roots, strict=True))
+        while prefixes:
+            now, prefixes = prefixes, []
+            every = self._continue([prefix for _, prefix in now], sampling, version)
             for (tree, _), paths in zip(now, every, strict=True):
                 tree += paths
-                stems += [(tree, fork) for path in paths for fork in forks_of(path, branches)]
-        return [leaves_of(tree, branches) for tree in trees]
+                prefixes += [(tree, fork) for path in paths for fork in path.fork(branches)]
+        return [list_leaves(tree, branches) for tree in trees]
 
     @torch.inference_mode()
-    def _continue(self, stems: Sequence[Prefix], sampling: Sampling, version: int) -> list[list[TreePath]]:
-        """The paths that go on from each stem."""
-        decoding = Decoding(self._decoder, self._routers, stems, sampling, most_rows=self._max_batch)
+    def _continue(self, prefixes: Sequence[TreePath], sampling: Sampling, version: int) -> list[list[TreePath]]:
+        """Return the path of each continuation, by prefix."""
+        decoding = Decoding(self._decoder, self._routers, prefixes, sampling, most_rows=self._max_batch)
         decoding.run()
         try:
             return decoding.paths(version)

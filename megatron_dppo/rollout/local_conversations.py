@@ -25,10 +25,10 @@ from megatron_dppo.process.streams import moved, tell
 from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import AGAIN_S, Client, ConversationFunction, TryAgainError
 from megatron_dppo.rollout.engine import Completions, Sampling
-from megatron_dppo.rollout.tree import Prefix, TreePath
+from megatron_dppo.rollout.tree import TreePath
 
-Continue = Callable[[Sequence[Prefix], Sampling], list[list[TreePath]]]
-"""The engine's: it continues each stem for each of its slots."""
+Continue = Callable[[Sequence[TreePath], Sampling], list[list[TreePath]]]
+"""The engine's function that continues each prefix once for each of its slots."""
 Place = tuple[int, int]
 """Indices of a conversation: of its prompt among those requested together, and of the completion for the prompt."""
 TURN = 1 << 60
@@ -40,8 +40,8 @@ completion without a conversation is, and each with luck of its own, also where 
 class _Request:
     """A requested turn."""
 
-    stem: Prefix
-    """Prefix of this conversation alone."""
+    prefix: TreePath
+    """Context of the turn; the slot is the conversation's."""
     stops: tuple[int, ...]
     turn: asyncio.Future[Completion]
 
@@ -195,8 +195,8 @@ class _Conversations:
     ) -> Completion:
         prompt = client.prompt
         own = replace(prompt, id=prompt.id + next(numbers) * TURN, token_ids=np.array(context, np.int32))
-        stem = Prefix(own, (client.number,), limit=min(sampling.max_tokens, client.max_tokens))
-        request = _Request(stem, sampling.stop_token_ids, asyncio.get_running_loop().create_future())
+        prefix = TreePath(own, (client.number,), limit=min(sampling.max_tokens, client.max_tokens))
+        request = _Request(prefix, sampling.stop_token_ids, asyncio.get_running_loop().create_future())
         self._requests.setdefault(place, []).append(request)
         self._moved.set()
         return await request.turn
@@ -207,15 +207,15 @@ class _Conversations:
         waiting, self._requests = self._requests, {}
         by_stops: dict[tuple[int, ...], dict[Any, list[_Request]]] = {}
         for request in (request for place in sorted(waiting) for request in waiting[place]):
-            stem = request.stem
-            alike = stem.prompt.id, stem.prompt.token_ids.tobytes(), stem.limit
+            prefix = request.prefix
+            alike = prefix.prompt.id, prefix.prompt.token_ids.tobytes(), prefix.limit
             by_stops.setdefault(request.stops, {}).setdefault(alike, []).append(request)
         for stops, every in by_stops.items():
-            stems = [
-                replace(requests[0].stem, slots=tuple(slot for each in requests for slot in each.stem.slots))
+            prefixes = [
+                replace(requests[0].prefix, slots=tuple(slot for each in requests for slot in each.prefix.slots))
                 for requests in every.values()
             ]
-            turns = self._continue(stems, replace(self._sampling, stop_token_ids=stops))
+            turns = self._continue(prefixes, replace(self._sampling, stop_token_ids=stops))
             for requests, paths in zip(every.values(), turns, strict=True):
                 for request, path in zip(requests, paths, strict=True):
                     if not request.turn.done():  # else whoever asked was cancelled

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dppo.config import BranchConfig, Config, RolloutConfig, TreeConfig, replace
 from megatron_dppo.rl.advantages import completion_advantages
-from megatron_dppo.rl.trees import biased_settings, tree_advantages
+from megatron_dppo.rl.trees import find_biased_settings, tree_advantages
 from megatron_dppo.rl.types import SEGMENT, Floats, Ints, StepMetadata
 from tests.rl.integration import all_plans
 from tests.rl.plans import step_config, step_metadata
@@ -46,8 +46,8 @@ def test_expected_estimate_is_the_gradient_of_the_reward(name: str) -> None:
 @pytest.mark.parametrize("settings", [{"baseline": "depth"}, {"fusion": "probability"}, {"depths": (0, 2)}], ids=str)
 def test_setting_that_calls_itself_biased_is(settings: dict[str, object]) -> None:
     given = case("two levels")
-    assert list(biased_settings(replace(given.tree, **settings)))
-    assert not list(biased_settings(given.tree))
+    assert list(find_biased_settings(replace(given.tree, **settings)))
+    assert not list(find_biased_settings(given.tree))
     assert given.error(advantages(given, **settings)) > 0.05
 
 

@@ -16,7 +16,7 @@ from megatron_dppo.config import BranchConfig
 from megatron_dppo.rl.types import Prompt
 from megatron_dppo.rollout import decoding
 from megatron_dppo.rollout.engine import Sampling
-from megatron_dppo.rollout.tree import fork_positions, leaves_below, unique_tokens
+from megatron_dppo.rollout.tree import TreePath, count_leaves, count_unique_tokens
 from tests.bridge.directories import Sizes, write_qwen3_moe
 from tests.rollout.local import (
     STOP,
@@ -44,17 +44,18 @@ MANY_STOPS = tuple(range(0, 40, 5))
 
 
 def tree_of(branches: Branches, roots: int = 3, **changes: object) -> Sampling:
-    sampling = sampling_of(samples=roots * leaves_below(branches, 0), stop=MANY_STOPS, max_tokens=16)
+    sampling = sampling_of(samples=roots * count_leaves(branches, 0), stop=MANY_STOPS, max_tokens=16)
     return replace(sampling, branches=tuple(branches), **changes)  # type: ignore[arg-type]
 
 
 def test_path_forks_after_its_last_fork_and_before_its_end() -> None:
     at = [BranchConfig(at=2), BranchConfig(at=4)]
-    assert fork_positions(at, 9, None) == (2, 4)
-    assert fork_positions(at, 9, None, before=(6,)) == (6, 7), "a branch has a token"
-    entropies = np.array([5.0, 1.0, 1.0, 2.0, 0.0, 3.0])
-    assert fork_positions([BranchConfig(entropy=1.5)] * 3, 6, entropies) == (3, 5, 6), "no fork at the prompt"
-    assert fork_positions([BranchConfig(entropy=1.0)], 6, entropies) == (3,), "more than the limit"
+    path = TreePath(make_prompts(1)[0], (0,), completion_of(range(9)))
+    assert path.find_forks(at) == (2, 4)
+    assert replace(path, forks=(6,)).find_forks(at) == (6, 7), "a branch has a token"
+    path = replace(path, completion=completion_of(range(6)), entropies=np.array([5.0, 1.0, 1.0, 2.0, 0.0, 3.0]))
+    assert path.find_forks([BranchConfig(entropy=1.5)] * 3) == (3, 5, 6), "no fork at the prompt"
+    assert path.find_forks([BranchConfig(entropy=1.0)]) == (3,), "more than the limit"
 
 
 @pytest.mark.parametrize("branches", [FIXED, MIXED])
@@ -63,9 +64,9 @@ def test_leaves_share_the_tokens_before_their_fork(branches: Branches, tmp_path:
     groups = generate(make_engine(make_policy(), tmp_path), make_prompts(5, 2, 9, 4), tree_of(branches))
     ended = set()
     for group in groups:
-        assert len(group) == 3 * leaves_below(branches, 0)
+        assert len(group) == 3 * count_leaves(branches, 0)
         for level in range(len(branches)):
-            block, below = leaves_below(branches, level), leaves_below(branches, level + 1)
+            block, below = count_leaves(branches, level), count_leaves(branches, level + 1)
             for slot, leaf in enumerate(group):
                 first = group[slot - slot % block]
                 position = forks_of(first)[level]
@@ -94,7 +95,7 @@ def test_leaves_have_logprobs_and_entropies_of_a_plain_forward(branches: Branche
         for leaf in group:
             logits = plain_logprobs(policy, prompt, leaf, temperature).double()
             entropies = torch.distributions.Categorical(logits=logits).entropy().numpy()
-            assert forks_of(leaf) == fork_positions(branches, len(leaf.token_ids), entropies)
+            assert forks_of(leaf) == TreePath(prompt, (0,), leaf, entropies).find_forks(branches)
             positions.add(forks_of(leaf)[0])
     assert branches == FIXED or len(positions) > 3
 
@@ -104,7 +105,7 @@ def test_completions_do_not_depend_on_their_batch(
     branches: Branches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the host looks for ended rows at every 16th token only; tokens past the end of a row are cut off."""
-    policy, prompts, width = make_policy(dtype=torch.float64), make_prompts(3, 11, 6), leaves_below(branches, 0)
+    policy, prompts, width = make_policy(dtype=torch.float64), make_prompts(3, 11, 6), count_leaves(branches, 0)
     wide, narrow = (make_engine(policy, tmp_path, max_batch=rows) for rows in (256, 19))
     asked = tree_of(branches, roots=18 // width)
     together = tokens_of(generate(wide, prompts, asked))
@@ -123,9 +124,9 @@ def test_no_token_is_read_or_counted_twice(
 ) -> None:
     monkeypatch.setattr(decoding, "LEAST_COMMON", 1000)  # or the rest of a prompt could be a single token
     engine, shapes = make_engine(make_policy(), tmp_path, max_batch=19), record_reads(monkeypatch)
-    groups = generate(engine, make_prompts(3, 11, 2, 6, 6), tree_of(branches, roots=18 // leaves_below(branches, 0)))
+    groups = generate(engine, make_prompts(3, 11, 2, 6, 6), tree_of(branches, roots=18 // count_leaves(branches, 0)))
     paths = sum(len({id(leaf) for leaf in group}) for group in groups)
-    unique = sum(unique_tokens(group, branches) for group in groups)
+    unique = sum(sum(count_unique_tokens(group, branches)) for group in groups)
     assert sum(rows for rows, width in shapes if width == 1) == unique - paths, "a path's first token is the prefill's"
     assert branches or sum(rows for rows, width in shapes if width > 1) == 5
     assert max(rows for rows, _ in shapes) <= 19
@@ -149,7 +150,7 @@ def law_of_two_tokens(policy: PreTrainedModel, prompt: Prompt) -> dict[tuple[int
 def test_every_leaf_has_the_law_of_a_single_completion(branches: Branches, tmp_path: Path) -> None:
     """Also the last child, all of whose tokens after the fork were drawn in another round than those before."""
     policy, prompt, roots = make_policy(), make_prompts(5)[0], 2048
-    width = leaves_below(branches, 0)
+    width = count_leaves(branches, 0)
     asked = replace(sampling_of(samples=roots * width, max_tokens=3), branches=branches)
     (group,) = generate(make_engine(policy, tmp_path, max_batch=roots * width), [prompt], asked)
     law = law_of_two_tokens(policy, prompt)

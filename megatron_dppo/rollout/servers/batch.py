@@ -14,7 +14,7 @@ from megatron_dppo.rl.types import Completion, Prompt
 from megatron_dppo.rollout.conversation import joined
 from megatron_dppo.rollout.engine import Completions, GroupCallback, PartialRollout, Sampling
 from megatron_dppo.rollout.servers.client import ServerClient
-from megatron_dppo.rollout.tree import Branches, Entropies, Prefix, TreePath, forks_of, grown, leaves_of, root_of
+from megatron_dppo.rollout.tree import Entropies, TreePath, list_leaves, make_root
 
 LOOK_S = 0.05
 """How often groups that are complete are looked at, while others are waited for."""
@@ -24,36 +24,37 @@ LOOK_S = 0.05
 class PartialCompletion:
     """A completion of which some tokens are there."""
 
-    stem: Prefix
-    """Start of the completion."""
+    prefix: TreePath
+    """Start of the completion, which other completions share."""
     slot: int
-    """Slot among the stem's."""
+    """Slot of the completion, among the prefix's slots."""
     parts: list[Completion] = field(default_factory=list)
     """Continuations from servers, in order."""
     entropies: list[Entropies] = field(default_factory=list)
     """Entropies of the parts, if requested."""
     server: ServerClient | None = None
-    """Server of the last part, or before any part the server whose cache holds the stem; None: no server."""
+    """Server of the last part, or before any part the server whose cache holds the prefix; None: no server."""
     ended: bool = False
 
     @property
     def token_ids(self) -> list[int]:
         """Tokens of the prompt and of the response so far."""
-        return [*self.stem.token_ids.tolist(), *(token for part in self.parts for token in part.token_ids.tolist())]
+        parts = (token for part in self.parts for token in part.token_ids.tolist())
+        return [*self.prefix.token_ids.tolist(), *parts]
 
     @property
     def length(self) -> int:
         """Tokens of the response."""
-        return self.stem.length + sum(len(part.token_ids) for part in self.parts)
+        return self.prefix.length + sum(len(part.token_ids) for part in self.parts)
 
     @property
     def fresh(self) -> bool:
-        """Whether it has no tokens but its stem's, which others begin with, too."""
-        return self.length == self.stem.length
+        """Whether no token follows the prefix."""
+        return self.length == self.prefix.length
 
-    def path(self, branches: Branches) -> TreePath:
+    def make_path(self) -> TreePath:
         entropies = np.concatenate(self.entropies) if self.entropies else None
-        return grown(self.stem, self.slot, joined(self.parts), entropies, branches)
+        return self.prefix.extend(self.slot, self.parts, entropies)
 
 
 class RequestBatch:
@@ -102,25 +103,25 @@ class RequestBatch:
     def progress(self) -> list[PartialRollout]:
         """How far it is, where nothing forks."""
         begun = [one for each in self.samples for one in each if not one.fresh]
-        return [PartialRollout(one.stem.prompt.id, one.slot, joined(one.parts), one.ended) for one in begun]
+        return [PartialRollout(one.prefix.prompt.id, one.slot, joined(one.parts), one.ended) for one in begun]
 
     def _samples(self, prompt: Prompt, known: Mapping[tuple[int, int], PartialRollout]) -> list[PartialCompletion]:
         """Completions that begin with a prompt. ``known`` has partial ones by prompt and slot."""
-        stem = root_of(prompt, self.sampling.samples, self.sampling.branches)
-        so_far = [(slot, known.get((prompt.id, slot))) for slot in stem.slots]
+        root = make_root(prompt, self.sampling.samples, self.sampling.branches)
+        so_far = [(slot, known.get((prompt.id, slot))) for slot in root.slots]
         return [
-            PartialCompletion(stem, slot, [one.completion], ended=one.ended) if one else PartialCompletion(stem, slot)
+            PartialCompletion(root, slot, [one.completion], ended=one.ended) if one else PartialCompletion(root, slot)
             for slot, one in so_far
         ]
 
     def groups(self) -> Completions:
-        return [leaves_of(paths, self.sampling.branches) for paths in self.paths]
+        return [list_leaves(paths, self.sampling.branches) for paths in self.paths]
 
     def take_complete(self) -> Iterator[tuple[int, tuple[Completion, ...]]]:
         """Groups that were completed since the last call, each with the place of its prompt."""
         while self._complete:
             index = self._complete.popleft()
-            yield index, leaves_of(self.paths[index], self.sampling.branches)
+            yield index, list_leaves(self.paths[index], self.sampling.branches)
 
     def prompt_ended(self, index: int) -> None:
         self.finished += 1
@@ -135,9 +136,9 @@ class RequestBatch:
         continued = []
         for sample in samples:
             self.progressed = time.monotonic()
-            self.paths[index].append(path := sample.path(self.sampling.branches))
-            for stem in forks_of(path, self.sampling.branches):
-                continued.append([PartialCompletion(stem, slot, server=sample.server) for slot in stem.slots])
+            self.paths[index].append(path := sample.make_path())
+            for prefix in path.fork(self.sampling.branches):
+                continued.append([PartialCompletion(prefix, slot, server=sample.server) for slot in prefix.slots])
         return continued
 
     def over(self, error: Exception | None) -> None:
@@ -146,7 +147,7 @@ class RequestBatch:
 
 
 def alike_so_far(samples: Sequence[PartialCompletion]) -> list[Sequence[PartialCompletion]]:
-    """Samples that have the same tokens so far, and can be one request: those that have their stem's alone."""
+    """Return samples by request: one for all samples without tokens after the prefix, and one for each other sample."""
     fresh = [sample for sample in samples if sample.fresh]
     return [*([fresh] if fresh else []), *([sample] for sample in samples if not sample.fresh)]
 

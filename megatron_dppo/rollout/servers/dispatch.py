@@ -236,7 +236,7 @@ class Dispatcher:
                 samples=len(samples),
                 max_tokens=sampling.max_tokens - first.length,
                 # A new seed, because the old one would repeat the random numbers of the first tokens.
-                seed=sampling.seed_at(first.stem.prompt.id, first.slot, attempt, first.length),
+                seed=sampling.seed_at(first.prefix.prompt.id, first.slot, attempt, first.length),
             )
             answer = client.generate(first.token_ids, sampling, timeout_s=self._timeout_s)
         asked = self._asked[client]
