@@ -216,11 +216,11 @@ class BranchConfig(Section):
     at: Positive | None = None
     """Fork after so many tokens of the response."""
     entropy: AboveZero | None = None
-    """Fork before the first token whose distribution has more entropy (nats) than this. What comes later has no say: a
-    fork chosen in hindsight would bias the gradient. Servers tell the likeliest tokens alone, so that theirs is a lower
-    bound: the other tokens count as one."""
+    """Fork before the first token whose distribution has more entropy (nats). Later tokens have no influence, because
+    they would bias the gradient. Servers report likely tokens alone, which give a lower bound of the entropy: all other
+    tokens count as one."""
     children: Annotated[int, Ge(2)] = 2
-    """Continuations of each branch, the one that is there already included."""
+    """Continuations of each branch."""
 
     @model_validator(mode="after")
     def _forks_once(self) -> Self:
@@ -230,29 +230,28 @@ class BranchConfig(Section):
 
 
 class TreeConfig(Section):
-    """Completions of a prompt that share beginnings: a tree, whose leaves are the group."""
+    """A tree of completions that share prefixes. The leaves are the group of a prompt."""
 
     branches: tuple[BranchConfig, ...] = ()
-    """Where completions fork, one entry for each level of forks; empty: each is sampled by itself. With ``[{at: 200,
-    children: 2}]`` two responses go on from every 200th token. With ``entropy`` (nats) in place of ``at`` the fork is
-    before the first token whose distribution has more. A branch that ends before its fork has no children; it stands
-    for all the leaves that it would have had."""
+    """Forks of a response, by level; empty: no tree. With ``[{at: 200, children: 2}]`` each response is continued twice
+    after 200 tokens. With ``entropy`` (nats) in place of ``at`` the fork is before the first token whose distribution
+    has more entropy. A response that ends before a fork is each of the leaves below."""
     roots: Annotated[int, Ge(2)] | None = None
-    """Completions that begin at the prompt; null: rollout.samples_per_prompt over the children of all levels."""
+    """Completions from the prompt on; null: rollout.samples_per_prompt divided by the children of all levels."""
     baseline: Literal["mixed", "depth"] = "mixed"
     """Baseline of a segment's value, which is the mean reward of the leaves below the segment. ``mixed`` is unbiased:
     the mean of the siblings' values and of the other roots' mean value. ``depth`` is biased: as in BranchGRPO, mean and
     standard deviation of all segments of the level normalise the value."""
     depths: tuple[Count, ...] = ()
-    """Segments that are trained on, by the number of forks before them; empty: all. To leave others out is BranchGRPO's
-    pruning in depth, which is biased."""
+    """Depths of the segments to train on: numbers of forks before a segment; empty: all. A list of some depths is
+    BranchGRPO's pruning in depth, which is biased."""
     fusion: Literal["mean", "probability"] = "mean"
-    """How children make their parent's value. ``mean``: each counts alike; ``probability``: by the softmax of their
-    log-probabilities (BranchGRPO's option), which is biased."""
+    """Value of a branch. ``mean``: mean of the children's values; ``probability``: weighted by the softmax of the
+    children's log-probabilities (BranchGRPO's option), which is biased."""
 
     @field_validator("branches")
     @classmethod
-    def _grow(cls, branches: tuple[BranchConfig, ...]) -> tuple[BranchConfig, ...]:
+    def _check_order(cls, branches: tuple[BranchConfig, ...]) -> tuple[BranchConfig, ...]:
         fixed = [branch.at for branch in branches if branch.at is not None]
         if sorted(set(fixed)) != fixed:
             raise ValueError("is to have earlier forks first")
