@@ -24,21 +24,6 @@ LARGEST_LOG_RATIO = 20.0
 """Log-ratio from which a ratio grows linearly, see ``ratio_of``. In a trust region larger ratios have no gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLosses:
-    """Result of ``token_losses``.
-
-    Two tokens of probability 0.5, which was 0.4 before, with an advantage of 1 under GRPO have ``loss`` [−1.2, −1.2]:
-    their ratios of 1.25 are clipped. ``sums["train/pg_clipfrac"]`` is 2.
-    """
-
-    loss: Tensor
-    """[R], to be multiplied by the samples' ``scale`` and summed, and divided by nothing."""
-    sums: Mapping[str, Tensor]
-    """Sums over the R tokens, without gradient, by metric. Divided by the number of tokens they are the metric. Those
-    of ``MISMATCH`` are to be divided by the sum named ``FRESH_TOKENS``."""
-
-
 def token_losses(
     objective: Objective,
     *,
@@ -52,12 +37,15 @@ def token_losses(
     sample: Tensor | None = None,
     samples: int | None = None,
     fresh: Tensor | None = None,
-) -> TokenLosses:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """−ℓ of R response tokens: the objective's surrogate, corrected for the engine, less the KL to a reference.
 
         ℓ = w · f(ρ, A) − β KL,    ρ = exp(log p − log p_old)
 
-    f is a function of ``SURROGATES``. w and what it leaves out do not touch the KL.
+    f is a function of ``SURROGATES``. w and its masks do not apply to the KL.
+
+    Two tokens of probability 0.5, which was 0.4 before, with an advantage of 1 under GRPO have the losses [−1.2, −1.2]:
+    their ratios of 1.25 are clipped. The sum ``train/pg_clipfrac`` is 2.
 
     Args:
         objective: gives the surrogate f with its clips, and the level and the masks of w.
@@ -74,6 +62,11 @@ def token_losses(
         samples: their number; None: it is worked out, for which the CPU waits for a GPU.
         fresh: [R] of bool, the tokens that the engine made with the weights of ``old_logprobs``; None: all. The others
             differ rightly, and are left out of the sums of ``MISMATCH``.
+
+    Returns:
+        - [R], the losses. They are multiplied by ``scale`` of their samples and summed, and divided by nothing.
+        - Sums over the R tokens, without gradient, by metric. A metric is the sum divided by the number of tokens. The
+          sums of ``MISMATCH`` are divided by ``FRESH_TOKENS`` instead.
 
     Raises:
         ValueError: ``kl_coef`` is positive and there is no reference, or ``sample`` is needed and not given.
@@ -104,7 +97,7 @@ def token_losses(
             "train/kl_loss": divergence.sum(),
             **_mismatch_sums((old - engine_logprobs).abs(), fresh),
         }
-    return TokenLosses(loss, sums)
+    return loss, sums
 
 
 def _mismatch_sums(mismatch: Tensor, fresh: Tensor | None) -> dict[str, Tensor]:

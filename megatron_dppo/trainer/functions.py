@@ -182,7 +182,7 @@ def _gradient(own: Objective, sample: Tensor, advantage: Tensor, part: slice = s
     ratio = torch.linspace(*RATIOS, len(sample)).roll(3)  # high and low ones in both completions
     old = torch.linspace(-3.0, -1.0, len(sample))
     logprobs = (old + ratio.log())[part].requires_grad_()
-    losses = token_losses(
+    losses, _ = token_losses(
         own,
         logprobs=logprobs,
         old_logprobs=old[part],
@@ -193,5 +193,5 @@ def _gradient(own: Objective, sample: Tensor, advantage: Tensor, part: slice = s
         tis_cap=None,
         sample=sample[part] - sample[part][0],
     )
-    (gradient,) = torch.autograd.grad(losses.loss.sum(), logprobs)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
     return gradient

@@ -83,7 +83,7 @@ class PolicyLoss:
             log_ratio = torch.where(log_ratio.isnan(), 0.0, log_ratio)
             advantage = advantage + self._distillation_coef * log_ratio
             taught = {DIVERGENCE: -log_ratio.sum()}
-        losses = token_losses(
+        token_loss, sums = token_losses(
             self._objective,
             logprobs=logprobs,
             old_logprobs=columns.get("old_logprobs"),
@@ -96,19 +96,16 @@ class PolicyLoss:
             samples=int(pack.sample.max(initial=-1)) + 1,
             fresh=columns["versions"] == self._version,
         )
-        token_loss = losses.loss
         if responses.divergence is not None:
             token_loss = token_loss + self._distillation_coef * responses.divergence
             taught[DIVERGENCE] = taught.get(DIVERGENCE, 0.0) + responses.divergence.detach().sum()
         loss = (token_loss * columns["scale"]).sum()
-        sums = {
-            **losses.sums,
-            **taught,
+        of_pack = {
             "train/loss": loss.detach(),
             "train/entropy_loss": responses.entropy.sum(),
             "tokens": torch.full_like(loss, float(logprobs.numel())),
         }
-        return loss, sums
+        return loss, sums | taught | of_pack
 
 
 class Learner:

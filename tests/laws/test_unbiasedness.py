@@ -146,7 +146,7 @@ def gradient(world: World, config: Config, metadata: StepMetadata, minibatch: Mi
             each[np.arange(len(pack.targets)), pack.targets] for each in (own, before.detach(), teacher.detach())
         )
         rows = np.array(members, dtype=int)[pack.sample]
-        losses = token_losses(
+        losses, _ = token_losses(
             objective_for(config.loss),
             logprobs=logprobs,
             old_logprobs=old,
@@ -159,7 +159,7 @@ def gradient(world: World, config: Config, metadata: StepMetadata, minibatch: Mi
         )
         coef = config.loss.distillation_coef * torch.from_numpy(world.taught[prompt[rows]])
         divergence = (own.exp() * (own - teacher.detach())).sum(dim=1)
-        total = total + ((losses.loss + coef * divergence) * torch.from_numpy(pack.scale)).sum()
+        total = total + ((losses + coef * divergence) * torch.from_numpy(pack.scale)).sum()
     if total.requires_grad:
         total.backward()
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in world.policy.parameters()])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dppo.config import LossConfig
-from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, TokenLosses, k3, token_losses
+from megatron_dppo.rl.losses import FRESH_TOKENS, MISMATCH, k3, token_losses
 from megatron_dppo.rl.objectives import OBJECTIVES, objective_for
 
 GRPO, DAPO = OBJECTIVES["grpo"], OBJECTIVES["dapo"]
@@ -20,23 +20,23 @@ def log(*probabilities: float) -> torch.Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
-def evaluate(logprobs: torch.Tensor, advantage: float, objective=GRPO, **options: Any) -> tuple[TokenLosses, Any]:
-    """Return the losses of tokens with these log-probabilities, and the gradient of their sum."""
+def evaluate(logprobs: torch.Tensor, advantage: float, objective=GRPO, **options: Any) -> tuple[Any, Any, Any]:
+    """Return the losses of tokens with these log-probabilities, their sums, and the gradient of their sum."""
     logprobs = logprobs.clone().requires_grad_()
     given = NONE | {"engine_logprobs": logprobs.detach(), "advantage": torch.full_like(logprobs, advantage).detach()}
-    result = token_losses(objective, logprobs=logprobs, **(given | options))
-    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
-    return result, gradient
+    losses, sums = token_losses(objective, logprobs=logprobs, **(given | options))
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    return losses, sums, gradient
 
 
 def test_kl_term_is_k3_without_the_weight_of_the_engine():
     given = {"reference_logprobs": log(0.25), "engine_logprobs": log(0.25), "tis_cap": 2.0}
-    result, gradient = evaluate(log(0.5), 0.0, kl_coef=0.1, **given)
-    assert result.loss.tolist() == pytest.approx([0.1 * (0.5 - np.log(0.5) - 1)])
+    losses, _, gradient = evaluate(log(0.5), 0.0, kl_coef=0.1, **given)
+    assert losses.tolist() == pytest.approx([0.1 * (0.5 - np.log(0.5) - 1)])
     assert gradient.item() == pytest.approx(0.1 * (1 - 0.5))
-    watched, gradient = evaluate(log(0.5), 1.0, reference_logprobs=log(0.25))
+    _, sums, gradient = evaluate(log(0.5), 1.0, reference_logprobs=log(0.25))
     assert gradient.item() == -1.0
-    assert watched.sums["train/kl_loss"].item() == pytest.approx(0.5 - np.log(0.5) - 1)
+    assert sums["train/kl_loss"].item() == pytest.approx(0.5 - np.log(0.5) - 1)
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
@@ -44,14 +44,13 @@ def test_kl_term_is_k3_without_the_weight_of_the_engine():
 def test_trust_region_takes_probabilities_of_zero_and_one(kind: str, advantage: float):
     policy, engine = torch.tensor([-1e-9, -200.0, 0.0, -1.0]), torch.tensor([0.0, -0.1, -1e-9, -np.inf])
     objective = objective_for(LossConfig(trust_region=kind))
-    result, gradient = evaluate(policy, advantage, objective, engine_logprobs=engine)
-    assert gradient.isfinite().all() and result.loss.isfinite().all()
+    losses, _, gradient = evaluate(policy, advantage, objective, engine_logprobs=engine)
+    assert gradient.isfinite().all() and losses.isfinite().all()
 
 
 def test_metrics_are_sums_over_tokens_without_gradient():
-    result, _ = evaluate(log(0.5, 0.3), 1.0, old_logprobs=log(0.4, 0.4), engine_logprobs=log(0.4, 0.2), tis_cap=1.5)
-    sums = {name: value.item() for name, value in result.sums.items()}
-    assert sums == {
+    _, sums, _ = evaluate(log(0.5, 0.3), 1.0, old_logprobs=log(0.4, 0.4), engine_logprobs=log(0.4, 0.2), tis_cap=1.5)
+    assert {name: value.item() for name, value in sums.items()} == {
         "train/pg_loss": pytest.approx(-1.2 - 1.5 * 0.75),
         "train/pg_clipfrac": 1,
         "train/tis_clipfrac": 1,
@@ -61,20 +60,20 @@ def test_metrics_are_sums_over_tokens_without_gradient():
         "train/token_mult_prob_error": pytest.approx(1.0 + 2.0),
         "fresh_tokens": 2,
     }
-    assert not any(value.requires_grad for value in result.sums.values())
+    assert not any(value.requires_grad for value in sums.values())
 
 
 def test_mismatch_is_summed_over_fresh_tokens_alone():
     """Stale tokens are corrected, and not compared; a token that the engine gave no chance at all does not overflow."""
     engine = torch.tensor([np.log(0.2), -np.inf, -700.0], dtype=torch.float32)
     stale = {"engine_logprobs": engine, "tis_cap": 2.0, "fresh": torch.tensor([True, False, False])}
-    result, _ = evaluate(log(0.4, 0.5, 0.5), 1.0, **stale)
-    assert result.loss.tolist() == [-2.0, -2.0, -2.0]
-    assert [result.sums[name].item() for name in (*MISMATCH, FRESH_TOKENS)] == pytest.approx([np.log(2.0), 2.0, 1.0])
+    losses, sums, _ = evaluate(log(0.4, 0.5, 0.5), 1.0, **stale)
+    assert losses.tolist() == [-2.0, -2.0, -2.0]
+    assert [sums[name].item() for name in (*MISMATCH, FRESH_TOKENS)] == pytest.approx([np.log(2.0), 2.0, 1.0])
 
 
 def test_no_tokens_give_no_loss():
-    assert evaluate(torch.zeros(0), 1.0)[0].loss.sum() == 0.0
+    assert evaluate(torch.zeros(0), 1.0)[0].sum() == 0.0
 
 
 FAR = torch.tensor([95.0, 400.0, 30.0, 0.1, -200.0])
@@ -86,9 +85,9 @@ FAR = torch.tensor([95.0, 400.0, 30.0, 0.1, -200.0])
 def test_overflow_of_a_ratio_is_no_nan(name: str, advantage: float):
     """Each token is a sequence by itself, so that ratios of sequences are as far apart."""
     given = {"old_logprobs": -1.0 - FAR, "engine_logprobs": -1.0 - 2 * FAR, "tis_cap": 2.0, "sample": torch.arange(5)}
-    result, gradient = evaluate(torch.full((5,), -1.0), advantage, OBJECTIVES[name], **given)
-    assert result.loss.isfinite().all() and gradient.isfinite().all()
-    assert all(value.isfinite() for value in result.sums.values())
+    losses, sums, gradient = evaluate(torch.full((5,), -1.0), advantage, OBJECTIVES[name], **given)
+    assert losses.isfinite().all() and gradient.isfinite().all()
+    assert all(value.isfinite() for value in sums.values())
     clipped = name not in ("cispo", "rloo", "sapo")
     if advantage > 0.0 and clipped:
         assert (gradient[:3] == 0.0).all() and gradient[3] == (0.0 if name == "gspo" else pytest.approx(-2.4428, 1e-3))
@@ -100,8 +99,9 @@ def test_overflow_of_a_ratio_is_no_nan(name: str, advantage: float):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weight_of_an_overflowing_ratio_is_finite_without_a_cap(level: str):
     objective = replace(GRPO, mask_below=0.5, tis_level=level)
-    result, gradient = evaluate(log(0.5), 1.0, objective, engine_logprobs=log(0.5) - 800, sample=torch.zeros(1).long())
-    assert result.loss.isfinite().all() and gradient.isfinite().all()
+    far = log(0.5) - 800
+    losses, _, gradient = evaluate(log(0.5), 1.0, objective, engine_logprobs=far, sample=torch.zeros(1).long())
+    assert losses.isfinite().all() and gradient.isfinite().all()
 
 
 def test_k3_of_an_overflow_is_finite_and_pulls_to_the_reference():

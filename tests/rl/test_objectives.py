@@ -125,7 +125,7 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
     old, engine = (torch.from_numpy(np.minimum(policy + 0.5 * rng.normal(size=len(policy)), -1e-3)) for _ in range(2))
     new = torch.from_numpy(policy).requires_grad_()
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    losses = token_losses(
+    losses, sums = token_losses(
         objective_for(loss),
         logprobs=new,
         old_logprobs=old,
@@ -136,7 +136,7 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
         tis_cap=loss.tis_cap,
         sample=torch.from_numpy(owner),
     )
-    total = (losses.loss * torch.from_numpy(samples.scale[owner])).sum()
+    total = (losses * torch.from_numpy(samples.scale[owner])).sum()
 
     written = torch.zeros((), dtype=torch.float64)
     rows = (each.split(sizes.tolist()) for each in (new, old, engine))
@@ -155,7 +155,7 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
     assert total.item() == pytest.approx(written.item(), rel=1e-9)
     found, expected = (torch.autograd.grad(x, new)[0] for x in (total, written))
     assert (found - expected).norm() <= 1e-9 * expected.norm() > 0.0
-    limited = losses.sums["train/pg_clipfrac"] + losses.sums["train/tis_clipfrac"]
+    limited = sums["train/pg_clipfrac"] + sums["train/tis_clipfrac"]
     assert limited > 0 or case in ("rloo", "sapo"), "nothing was clipped or masked"
 
 

@@ -170,7 +170,7 @@ def compute_losses(objective: Objective, logprobs: torch.Tensor, old: torch.Tens
     """Return the losses of one completion with an advantage of one."""
     ones, sample = torch.ones_like(old), torch.zeros(len(old), dtype=torch.int64)
     behind = {"old_logprobs": old, "engine_logprobs": old, "reference_logprobs": None, "sample": sample}
-    return token_losses(objective, logprobs=logprobs, advantage=ones, kl_coef=0.0, tis_cap=None, **behind).loss
+    return token_losses(objective, logprobs=logprobs, advantage=ones, kl_coef=0.0, tis_cap=None, **behind)[0]
 
 
 def test_own_engine_without_all_methods_is_refused(own: Path) -> None:
