@@ -62,7 +62,7 @@ from megatron_dppo.parallel.layout import capacity_multiple
 from megatron_dppo.parallel.world import initialize
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pack import TrainingSample, build_pack
-from megatron_dppo.rl.packing import CostModel, pack_sequences
+from megatron_dppo.rl.packing import pack_sequences
 from megatron_dppo.rl.types import Pack
 from megatron_dppo.trainer.learner import PolicyLoss
 
@@ -125,9 +125,7 @@ def packed(rows: list[TrainingSample], setting: Setting, hidden: int) -> list[Pa
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
     limit = setting.pack_tokens // setting.scale
     multiple = capacity_multiple(LayoutConfig(dp=1), limit, cuda=torch.cuda.is_available())
-    packing = pack_sequences(
-        lengths, ranks=1, max_tokens=limit, capacity_multiple=multiple, costs=CostModel.of_width(hidden)
-    )
+    packing = pack_sequences(lengths, ranks=1, max_tokens=limit, capacity_multiple=multiple, hidden=hidden)
     return [build_pack([rows[i] for i in pack], packing.capacity, pad_id=0, align=1) for pack in packing.packs[0]]
 
 

@@ -32,7 +32,7 @@ from harness import arguments, finish
 from megatron_dppo.api import step_metadata
 from megatron_dppo.config import Config
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.packing import QWEN3_4B, pack_sequences
+from megatron_dppo.rl.packing import pack_sequences, sequence_costs
 from megatron_dppo.rl.pruning.draw import prune_minibatch
 from megatron_dppo.rl.types import Floats, Ints
 
@@ -85,7 +85,7 @@ def ours(lengths: Ints, ranks: int, max_tokens: int = MAX_TOKENS) -> tuple[Packe
 def measured(packs: list[list[int]], lengths: Ints, ranks: int, start: float, capacity: int | None = None) -> Packed:
     """Deal out, and measure. ``capacity`` None: the tokens of the fullest pack."""
     packs = packs + [[] for _ in range(-len(packs) % ranks)]
-    work = QWEN3_4B(lengths)
+    work = sequence_costs(lengths)
     load = dealt([float(work[pack].sum()) for pack in packs], ranks)
     seconds = time.process_time() - start
     fullest = max(int(lengths[pack].sum()) for pack in packs)

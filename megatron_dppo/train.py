@@ -28,7 +28,6 @@ from megatron_dppo.observe.watchdog import Watchdog
 from megatron_dppo.parallel.world import World, initialize, shut_down
 from megatron_dppo.process import lifetime
 from megatron_dppo.rewards.workers import RewardWorkers
-from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import plan_step
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.rollout.metadata import staleness
@@ -284,7 +283,7 @@ def planner(
         capacity_multiple=world.capacity_multiple(config.layout, config.pack.max_tokens),
         step=step,
         pipeline=config.layout.pp,
-        costs=CostModel.of_width(parts.shape.hidden),
+        hidden=parts.shape.hidden,
         prompts=[pool[int(row)].token_ids for row in metadata.prompt_ids] if shares else (),
     )
 

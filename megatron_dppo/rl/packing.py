@@ -36,29 +36,25 @@ PIECES = (0.75, 0.6, 0.5, 0.4, 0.25)
 """Sizes of pieces that are tried, as shares of the largest one that fits."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """FLOPs of a sequence of n tokens, up to a factor: ``linear``·n for the matrices, ``quadratic``·n² for attention.
+HIDDEN = 2560
+"""Hidden size of Qwen3-4B."""
+
+
+def sequence_costs(lengths: Ints, hidden: float = HIDDEN, shared: Ints | int = 0) -> Floats:
+    """Return FLOPs of sequences, up to a factor.
 
     A transformer layer of width h does about 24h² FLOPs per token in its matrices, and 2h per token and key in causal
-    attention. Their ratio is 1/(12h). The default is that of h = 2560 (Qwen3-4B).
+    attention. A sequence of n tokens costs n + n²/(12h).
+
+    Args:
+        lengths: [n], tokens of each sequence.
+        hidden: hidden size h of the policy.
+        shared: [n], first tokens of each sequence whose cost is left out.
     """
-
-    linear: float = 1.0
-    quadratic: float = 1.0 / (12 * 2560)
-
-    @classmethod
-    def of_width(cls, hidden: int) -> CostModel:
-        """The costs of a policy whose hidden size is ``hidden``."""
-        return cls(quadratic=1.0 / (12 * hidden))
-
-    def __call__(self, lengths: Ints, shared: Ints | int = 0) -> Floats:
-        """Cost of each sequence, from its length in tokens, without that of its first ``shared`` ones."""
-        squares = np.square(lengths, dtype=np.float64) - np.square(shared, dtype=np.float64)
-        return self.linear * (lengths - shared) + self.quadratic * squares
+    squares = np.square(lengths, dtype=np.float64) - np.square(shared, dtype=np.float64)
+    return lengths - shared + squares / (12.0 * hidden)
 
 
-QWEN3_4B = CostModel()
 Sharing = Literal["auto", "on", "off"]
 """``pack.share_prefixes``"""
 
@@ -112,7 +108,7 @@ def pack_sequences(
     window: int = 64,
     min_per_rank: int = 1,
     least_per_rank: int = 1,
-    costs: CostModel = QWEN3_4B,
+    hidden: float = HIDDEN,
 ) -> Packing:
     """Pack sequences for data-parallel ranks.
 
@@ -136,7 +132,7 @@ def pack_sequences(
         window: how many of the longest unpacked sequences are looked at.
         min_per_rank: fewest packs per rank, as long as there are sequences for them.
         least_per_rank: fewest packs per rank in any case. Where sequences are too few, the rest are empty.
-        costs: what ranks are balanced by.
+        hidden: hidden size of the policy, for :func:`sequence_costs`, which balance the ranks.
 
     Raises:
         UserError: a sequence does not fit into ``pack.max_tokens``.
@@ -153,7 +149,7 @@ def pack_sequences(
         remedy = f"Set pack.max_tokens to {least} or more, or shorten prompts or responses"
         raise UserError("pack.max_tokens", max_tokens, problem, remedy)
     wanted = max(min(min_per_rank, len(lengths) // ranks), least_per_rank)
-    pack = partial(_pack, lengths, ranks=ranks, most=most, unit=unit, window=window, wanted=wanted, costs=costs)
+    pack = partial(_pack, lengths, ranks=ranks, most=most, unit=unit, window=window, wanted=wanted, hidden=hidden)
     ways: list[PrefixGroups] = []
     if shared is not None and share != "off":
         ways += _ways_to_share(lengths, np.asarray(shared), most, align)
@@ -178,14 +174,14 @@ def _ways_to_share(lengths: Ints, shared: Ints, most: int, align: int) -> list[P
 
 
 def _pack(
-    lengths: Ints, pieces: PrefixGroups, *, ranks: int, most: int, unit: int, window: int, wanted: int, costs: CostModel
+    lengths: Ints, pieces: PrefixGroups, *, ranks: int, most: int, unit: int, window: int, wanted: int, hidden: float
 ) -> Packing:
     """The best packing of these pieces."""
     fewest = max(-(-int(pieces.slots.sum()) // (ranks * most)), wanted)
     found: list[Packing] = []
     for per_rank in range(fewest, max(MORE_PACKS * fewest, 4) + 1):
         packs = _tightest(pieces.slots, ranks * per_rank, window, unit, most)
-        found += [_dealt(*packs, lengths, pieces, costs, ranks)] if packs else []
+        found += [_dealt(*packs, lengths, pieces, hidden, ranks)] if packs else []
         if found and (found[-1].good or ranks * per_rank >= len(pieces.slots)):
             break
     # Something was found: any two packs of a greedy packing exceed one pack together, so twice the fewest suffice.
@@ -194,10 +190,10 @@ def _pack(
 
 
 def _dealt(
-    capacity: int, packs: list[list[int]], lengths: Ints, pieces: PrefixGroups, costs: CostModel, ranks: int
+    capacity: int, packs: list[list[int]], lengths: Ints, pieces: PrefixGroups, hidden: float, ranks: int
 ) -> Packing:
     """A packing from packs of one capacity, shared out to the ranks."""
-    work = pieces.sums(costs(lengths, pieces.shared))
+    work = pieces.sums(sequence_costs(lengths, hidden, pieces.shared))
     tokens = int((lengths - pieces.shared).sum())
     shares = _share_out(np.array([work[pack].sum() for pack in packs]), ranks)
     load = np.array([sum(work[packs[k]].sum() for k in share) for share in shares])
@@ -207,7 +203,7 @@ def _dealt(
         packs=tuple(tuple(pieces.of(packs[k]) for k in share) for share in shares),
         fill=tokens / (capacity * len(packs)),
         imbalance=float(load.max() / load.mean()),
-        cost=float(load.max() + costs.linear * padding / ranks),
+        cost=float(load.max() + padding / ranks),
         shared=tuple(pieces.shared.tolist()),
         saved=int(lengths.sum()) - tokens,
     )

@@ -18,7 +18,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.rl.advantages import find_estimator
 from megatron_dppo.rl.objectives import Objective, objective_for
 from megatron_dppo.rl.pack import common_length, prompts_shared, shared_of_kept
-from megatron_dppo.rl.packing import QWEN3_4B, CostModel, Packing, pack_metrics, pack_sequences, packs_wanted
+from megatron_dppo.rl.packing import HIDDEN, Packing, pack_metrics, pack_sequences, packs_wanted
 from megatron_dppo.rl.pruning.completion_rules import rule_named
 from megatron_dppo.rl.pruning.draw import PruningDraw, census, left_out, prune_metrics, prune_minibatch
 from megatron_dppo.rl.pruning.prompt_rules import prompt_rule
@@ -55,7 +55,7 @@ def plan_step(
     capacity_multiple: int,
     step: int,
     pipeline: int,
-    costs: CostModel = QWEN3_4B,
+    hidden: float = HIDDEN,
     prompts: Sequence[NDArray[np.int32]] = (),
 ) -> StepPlan:
     """Plan one step: split it into minibatches; prune, weigh and pack each.
@@ -68,7 +68,7 @@ def plan_step(
         capacity_multiple: what a pack's capacity is a multiple of (sequence parallelism).
         step: counted from 0; it and ``run.seed`` give the seed of every draw.
         pipeline: number of pipeline stages; several want several packs.
-        costs: what replicas are balanced by.
+        hidden: hidden size of the policy, by which the work of replicas is balanced.
         prompts: the tokens of each group's prompt, for packs to hold once what prompts begin with, such as a system
             message; empty: they are taken to have nothing in common.
 
@@ -84,7 +84,7 @@ def plan_step(
         align=align,
         capacity_multiple=capacity_multiple,
         window=config.pack.window,
-        costs=costs,
+        hidden=hidden,
         min_per_rank=packs_wanted(config.pack.min_per_rank, pipeline),
         least_per_rank=config.layout.least_packs,
     )

@@ -1,5 +1,6 @@
 """The packer's invariants as properties, its targets as measurements."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.pack import prefix_tree
-from megatron_dppo.rl.packing import CostModel, Packing, pack_metrics, pack_sequences
+from megatron_dppo.rl.packing import Packing, pack_metrics, pack_sequences, sequence_costs
 
 
 def contents(packing: Packing) -> list[tuple[int, ...]]:
@@ -62,7 +63,7 @@ def test_packs_hold_every_sequence_once_within_their_capacity(request_):
     filled = sum(segment_sizes(packing, lengths, pack) for pack in packs)
     assert packing.saved == lengths.sum() - filled and not (packing.saved and options["share"] == "off")
     assert packing.fill == pytest.approx(filled / (packing.capacity * len(packs)))
-    work = CostModel()(lengths, np.array(packing.shared))
+    work = sequence_costs(lengths, shared=np.array(packing.shared))
     load = [sum(work[row] for pack in rank for row in pack) for rank in packing.packs]
     assert packing.imbalance == pytest.approx(max(load) / np.mean(load))
 
@@ -81,8 +82,8 @@ def test_lengths_as_in_dapo_fill_97_percent_and_balance_within_5(ranks: int, mea
 def test_balance_counts_attention_and_not_tokens_alone():
     """Packs of 8192, 8190, 8189 and 8188 tokens. By tokens, the first and the last would share a rank."""
     lengths = [8192, 8188] + [130] * 63 + [431] * 19
-    for quadratic, long in ((1e-3, [1, 1]), (0.0, [2, 0])):
-        packing = pack_sequences(lengths, ranks=2, max_tokens=8192, costs=CostModel(1.0, quadratic))
+    for hidden, long in ((80, [1, 1]), (math.inf, [2, 0])):
+        packing = pack_sequences(lengths, ranks=2, max_tokens=8192, hidden=hidden)
         assert [sum(row < 2 for pack in rank for row in pack) for rank in packing.packs] == long
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_dppo.config import BranchConfig, Config, PackConfig, RunConfig, ScheduleConfig, TreeConfig, replace
 from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.packing import CostModel
 from megatron_dppo.rl.plan import gather_metadata, take_groups
 from megatron_dppo.rl.types import SEGMENT, MinibatchPlan, StepMetadata, StepPlan
 from tests.rl import plans
@@ -153,7 +153,7 @@ def test_packs_obey_the_settings_of_the_layout_and_of_packing():
         assert [len(rank) for rank in packs] == [count, count]
     narrow, wide = (first_minibatch(PackConfig(max_tokens=300, window=n, share_prefixes="off")) for n in (1, 64))
     assert narrow.packs != wide.packs and narrow.capacity <= 300
-    square, flat = (first_minibatch(replicas=4, costs=CostModel(*costs)) for costs in ((0.0, 1.0), (1.0, 0.0)))
+    square, flat = (first_minibatch(replicas=4, hidden=hidden) for hidden in (1e-3, math.inf))
     assert square.packs != flat.packs
 
 
