@@ -10,9 +10,8 @@ TRL       ``reward(completions, **columns)``                                   `
 ========  ===================================================================  ==================================
 
 verl calls by keyword, and so do we: parameters stand in any order, with or without defaults, behind a star, or in
-``**kwargs``. slime calls by position, TRL by keyword. What scoring processes call is a :class:`Scorer`; slime's
-``group_rm``, which is called with all completions of a prompt at once, becomes a :class:`GroupScorer`, and any other
-function written ``async def`` an :class:`AsyncScorer`.
+``**kwargs``. slime calls by position, TRL by keyword. Scoring processes call a :class:`Scorer`. slime's ``group_rm``,
+which is called with all completions of a prompt at once, becomes a :class:`GroupScorer`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,19 +86,8 @@ class ScoreItem:
 RewardFunction = Callable[..., Any]
 """As somebody has written it."""
 Scorer = Callable[[ScoreItem], Any]
-"""A reward function of any form, called with one completion. It returns what the function returned."""
-
-
-@dataclass(frozen=True, slots=True)
-class AsyncScorer:
-    """A reward function written ``async def``: a process can await several completions at once."""
-
-    begin: Callable[[ScoreItem], Coroutine[Any, Any, Any]]
-    """Its coroutine returns what the function returned."""
-
-    def __call__(self, item: ScoreItem) -> Any:
-        """Score one completion, in an event loop of its own."""
-        return asyncio.run(self.begin(item))
+"""Calls a reward function of any form with one completion, and returns the function's result. If the function is
+written ``async def``, so is its scorer: a process can await several completions at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +150,7 @@ def adapted(function: RewardFunction) -> Scorer | GroupScorer:
     if len(named) > 1 and (named[0] == "args" or named[1] in ("sample", "samples")):
         if named[1].endswith(GROUPS):
             _check(signature, "(args, samples), as slime does", Arguments(), [Sample()])
-            return GroupScorer(lambda items: _awaited(function(Arguments(), [_sample(item) for item in items])))
+            return GroupScorer(lambda items: awaited(function(Arguments(), [_sample(item) for item in items])))
         _check(signature, "(args, sample), as slime does", Arguments(), Sample())
         return _scorer(function, lambda item: function(Arguments(), _sample(item)))
     _check(signature, f"({', '.join(VERL)}), each by its name, as verl does", **dict.fromkeys(VERL))
@@ -179,12 +167,12 @@ def _check(signature: inspect.Signature, call: str, *by_position: Any, **by_keyw
 def _scorer(function: RewardFunction, call: Callable[[ScoreItem], Any]) -> Scorer:
     """Scorer by ``call``, which calls ``function``."""
 
-    async def begin(item: ScoreItem) -> Any:
+    async def scorer(item: ScoreItem) -> Any:
         return await call(item)
 
     if any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))):  # noqa: B004
-        return AsyncScorer(begin)
-    return lambda item: _awaited(call(item))
+        return scorer
+    return lambda item: awaited(call(item))
 
 
 def _from_verl(function: RewardFunction) -> Scorer:
@@ -262,7 +250,8 @@ def _not_logged(*_: Any, **__: Any) -> None:
     """In place of TRL's function for columns of a function's own."""
 
 
-def _awaited(returned: Any) -> Any:
+def awaited(returned: Any) -> Any:
+    """Return a value, or the result of an awaitable, in an event loop of its own."""
     return asyncio.run(_result(returned)) if inspect.isawaitable(returned) else returned
 
 

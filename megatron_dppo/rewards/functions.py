@@ -6,6 +6,7 @@ Runs in the scoring processes, and imports neither torch nor NumPy.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,6 @@ from megatron_dppo.data.rows import as_text, is_blank
 from megatron_dppo.errors import UserError
 from megatron_dppo.plugins import load_function
 from megatron_dppo.rewards.adapters import (
-    AsyncScorer,
     GroupScorer,
     Logged,
     NotScoredError,
@@ -27,6 +27,7 @@ from megatron_dppo.rewards.adapters import (
     Scorer,
     UnfitFunctionError,
     adapted,
+    awaited,
     columns_wanted,
 )
 from megatron_dppo.rewards.math.completion import THINKING_TAGS, after_thoughts, stated_answer
@@ -196,24 +197,25 @@ def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer 
             return [_sum(parts, each) for each in zip(*results, strict=True)]
 
         return GroupScorer(of_group)
-    if any(isinstance(scorer, AsyncScorer) for scorer in of_one):
+    if any(inspect.iscoroutinefunction(scorer) for scorer in of_one):
 
-        async def begin(item: ScoreItem) -> Score:
+        async def scorer_of_sum(item: ScoreItem) -> Score:
             results: list[object] = []
             for scorer in of_one:  # one after another: only steps of this very task count as processor time
                 try:
-                    results.append(await scorer.begin(item) if isinstance(scorer, AsyncScorer) else scorer(item))
+                    returned = scorer(item)
+                    results.append(await returned if inspect.isawaitable(returned) else returned)
                 except NotScoredError as error:
                     results.append(error)
             return _sum(parts, results)
 
-        return AsyncScorer(begin)
+        return scorer_of_sum
     return lambda item: _sum(parts, [_or_error(scorer, item) for scorer in of_one])
 
 
 def _or_error(scorer: Scorer, item: ScoreItem) -> object:
     try:
-        return scorer(item)
+        return awaited(scorer(item))
     except NotScoredError as error:
         return error
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import pickle
 import resource
@@ -31,7 +32,7 @@ from typing import Any, NoReturn
 from megatron_dppo.errors import UserError
 from megatron_dppo.process.lifetime import adopt_orphans, die_with, end_children
 from megatron_dppo.process.streams import outlive_readers
-from megatron_dppo.rewards.adapters import AsyncScorer, GroupScorer, ScoreItem, Scorer
+from megatron_dppo.rewards.adapters import GroupScorer, ScoreItem, Scorer, awaited
 from megatron_dppo.rewards.functions import InvalidScoreError, read_score, resolve
 from megatron_dppo.rl.score import Score
 
@@ -133,10 +134,10 @@ def _score_all(pipe: Connection, limits: Limits, spec: str, tags: Sequence[str])
         pipe.send(("refused", error))
         return
     _limit_memory(limits.memory_mib)
-    together = function if isinstance(function, AsyncScorer) and limits.concurrency > 1 else None
-    pipe.send(("ready", isinstance(function, GroupScorer), together is not None))
-    if together is not None:
-        _score_together(together, pipe, limits.timeout_s, limits.clock_s)
+    together = inspect.iscoroutinefunction(function) and limits.concurrency > 1
+    pipe.send(("ready", isinstance(function, GroupScorer), together))
+    if together:
+        _score_together(function, pipe, limits.timeout_s, limits.clock_s)
         return
     scorer = os.getpid()
     while True:
@@ -173,7 +174,7 @@ def _score(function: Scorer | GroupScorer, items: Sequence[ScoreItem], timeout_s
         limit_s = timeout_s * len(items)
         signal.setitimer(signal.ITIMER_PROF, limit_s)  # the kernel ends the process, also within a call of C
         try:
-            returned = function(items) if isinstance(function, GroupScorer) else [function(items[0])]
+            returned = function(items) if isinstance(function, GroupScorer) else [awaited(function(items[0]))]
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
         return [read_score(each) for each in returned], ""
@@ -181,7 +182,7 @@ def _score(function: Scorer | GroupScorer, items: Sequence[ScoreItem], timeout_s
         return failed(items, error)
 
 
-def _score_together(function: AsyncScorer, pipe: Connection, timeout_s: float, clock_s: float) -> None:
+def _score_together(function: Callable[..., Any], pipe: Connection, timeout_s: float, clock_s: float) -> None:
     """Score what comes, each completion from the moment it comes, until the pipe closes.
 
     The trainer decides how many are open (``reward.concurrency``); here each is a task of one event loop. The limits
@@ -219,12 +220,12 @@ async def _serve(pipe: Connection, score: Callable[[range, ScoreItem], Coroutine
 
 
 async def _score_awaited(
-    function: AsyncScorer, pipe: Connection, unit: range, item: ScoreItem, limits: tuple[float, float]
+    function: Callable[..., Any], pipe: Connection, unit: range, item: ScoreItem, limits: tuple[float, float]
 ) -> None:
     scorer, (timeout_s, clock_s) = os.getpid(), limits
     try:
         async with asyncio.timeout(clock_s) as limit:
-            returned = await _Metered(function.begin(item), timeout_s)
+            returned = await _Metered(function(item), timeout_s)
         scores, kind = [read_score(returned)], ""
     except BaseException as error:  # a function that calls sys.exit, or cancels itself, has failed like any other
         scores, kind = failed([item], error)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from inspect import iscoroutinefunction
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from megatron_dppo.observe.metrics import MetricsLog, StepLog, print_summary, re
 from megatron_dppo.observe.timers import saved_seconds
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replace_text
-from megatron_dppo.rewards.adapters import AsyncScorer
 from megatron_dppo.rewards.functions import resolve
 from megatron_dppo.rl.census import PruningStats
 from megatron_dppo.rl.types import StepPlan
@@ -223,7 +223,7 @@ def idle_settings(config: Config) -> list[str]:
     values = dict(config.leaves())
     changed = [key for key, setting in settings().items() if values[key] != setting.default]
     found = [key for key in changed if key.startswith(idle) and not key.endswith(".rule")]
-    if "reward.concurrency" in changed and not isinstance(resolve(config.reward.spec), AsyncScorer):
+    if "reward.concurrency" in changed and not iscoroutinefunction(resolve(config.reward.spec)):
         found.append("reward.concurrency")
     return found + (["run.keep_best"] if _best_is_never_saved(config) else [])
 

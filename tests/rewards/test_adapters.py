@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.adapters import GroupScoresError, NotScoredError, ScoreItem
+from megatron_dppo.rewards.adapters import GroupScoresError, NotScoredError, ScoreItem, awaited
 from megatron_dppo.rewards.functions import resolve, to_score
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.score import Score
@@ -152,7 +152,7 @@ def test_functions_are_called_as_by_their_trainer(
     file: Path, name: str, solution: str, label: str, extra: dict[str, object], expected: tuple[float, bool]
 ) -> None:
     prompt = [{"role": "user", "content": "1+1"}] if name == "format_reward" else "1+1"
-    assert to_score(resolve(f"{file}:{name}")(ScoreItem("here", solution, label, extra, prompt))) == expected
+    assert to_score(awaited(resolve(f"{file}:{name}")(ScoreItem("here", solution, label, extra, prompt)))) == expected
 
 
 def test_none_of_trl_leaves_a_completion_unscored(file: Path) -> None:
@@ -163,8 +163,8 @@ def test_none_of_trl_leaves_a_completion_unscored(file: Path) -> None:
 @pytest.mark.parametrize("name", ["with_a_setting", "anything", "called", "method", "bound", "wrapped"])
 def test_verls_functions_are_called_by_keyword(file: Path, name: str) -> None:
     function = resolve(f"{file}:{name}")
-    assert function(ScoreItem("here", "72", ["72"], {"level": 2})) == 1.0
-    assert function(ScoreItem("there", "72", ["72"], {"level": 2})) == 0.0
+    assert awaited(function(ScoreItem("here", "72", ["72"], {"level": 2}))) == 1.0
+    assert awaited(function(ScoreItem("there", "72", ["72"], {"level": 2}))) == 0.0
 
 
 @pytest.mark.parametrize(

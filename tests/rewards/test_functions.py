@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rewards.adapters import GroupScorer, NotScoredError, ScoreItem
+from megatron_dppo.rewards.adapters import GroupScorer, NotScoredError, ScoreItem, awaited
 from megatron_dppo.rewards.functions import (
     LARGEST,
     InvalidScoreError,
@@ -185,7 +185,7 @@ def score(spec: str, *solutions: str, **extra: object) -> list[Score]:
     """Score completions of one prompt, the label of which is 7."""
     items = [ScoreItem("here", solution, "7", extra) for solution in solutions]
     scorer = resolve(spec)
-    returned = scorer(items) if isinstance(scorer, GroupScorer) else map(scorer, items)
+    returned = scorer(items) if isinstance(scorer, GroupScorer) else [awaited(scorer(item)) for item in items]
     return [read_score(each) for each in returned]
 
 
