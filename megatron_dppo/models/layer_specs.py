@@ -95,11 +95,20 @@ def check_attention(shape: PolicyShape, model: ModelConfig, layout: LayoutConfig
 
 
 def choose_sharing(config: Config, shape: PolicyShape) -> Config:
-    """The configuration with what ``pack.share_prefixes`` means for the policy, and the specification on this machine.
+    """Return the configuration with the meaning of ``pack.share_prefixes`` for the policy and this machine.
 
-    A gated delta network would have to begin each completion with the prompt's last state.
+    A gated delta network would have to begin each completion with the prompt's last state. On a GPU, FlashAttention
+    requires half precision.
+
+    Raises:
+        UserError: ``pack.share_prefixes`` is ``on``, and the GPU has no such attention in fp32.
     """
-    if config.pack.share_prefixes != "auto" or (choose_spec(config.model) != "te" and not shape.hybrid):
+    unsupported = config.model.dtype == "fp32" and torch.cuda.is_available()
+    if config.pack.share_prefixes == "on" and unsupported:
+        problem = "requires half precision on a GPU, and model.dtype is fp32"
+        raise UserError("pack.share_prefixes", "on", problem, "set model.dtype=bf16, or pack.share_prefixes=off")
+    shares = choose_spec(config.model) != "te" and not shape.hybrid and not unsupported
+    if config.pack.share_prefixes != "auto" or shares:
         return config
     return replace(config, pack=replace(config.pack, share_prefixes="off"))
 

@@ -9,14 +9,15 @@ over one stretch computes that stretch's part of the gradient.
 Stretches whose queries are different ones are one *round*: the segments themselves, then all ancestors of the first
 generation, then those of the second.
 
-The kernels over stretches are torch's: its FlashAttention on a CPU, and on a GPU in half precision for all stretches at
-once. torch's public function tells no log-sum-exp, so the operations behind it are called.
+The kernels over stretches are torch's FlashAttention. Its public function returns no log-sum-exp, so the operations
+behind it are called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,13 +88,11 @@ class Kernel(Protocol):
 
 
 def kernel_for(query: torch.Tensor) -> Kernel:
-    if query.device.type != "cuda":
-        return OneByOne(FlashOnCpu())
-    return FlashOnGpu() if query.dtype in (torch.bfloat16, torch.float16) else OneByOne(Written())
+    return FlashOnGpu() if query.device.type == "cuda" else FlashOnCpu()
 
 
 class FlashOnGpu:
-    """FlashAttention 2, all stretches in one call."""
+    """FlashAttention 2, in half precision. One call takes all stretches."""
 
     def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         out, total, *_ = aten._flash_attention_forward(*read, *self._where(over), 0.0, over.causal, False, scale=scale)
@@ -122,26 +121,24 @@ class FlashOnGpu:
         return over.query_starts, over.key_starts, max(queries), max(keys)
 
 
-class OneByOne:
-    """A kernel for one stretch, [1, heads, tokens, head_dim], called for each of them."""
-
-    def __init__(self, kernel: FlashOnCpu | Written) -> None:
-        self._kernel = kernel
+class FlashOnCpu:
+    """torch's FlashAttention for CPUs, which takes one stretch at a time, [1, heads, tokens, head_dim]."""
 
     def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [
-            self._kernel.forward(*stretch, causal=over.causal, scale=scale)
-            for stretch in self._each(over, read[:1], read[1:])
-        ]
+        attend = partial(aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
+        parts = [attend(*stretch, 0.0, over.causal) for stretch in self._each(over, read[:1], read[1:])]
         outs, totals = zip(*parts, strict=True)
         return torch.cat([out[0].transpose(0, 1) for out in outs]), torch.cat([total[0].t() for total in totals])
 
     def backward(
         self, gradient: torch.Tensor, read: Read, out: torch.Tensor, total: torch.Tensor, over: Round, scale: float
     ) -> Read:
+        attend = partial(aten._scaled_dot_product_flash_attention_for_cpu_backward, scale=scale)
         parts = [
-            self._kernel.backward(*stretch, causal=over.causal, scale=scale)
-            for stretch in self._each(over, (gradient, read[0], out, total[..., None]), read[1:])
+            attend(gradient, query, key, value, out, total[..., 0], 0.0, over.causal)
+            for gradient, query, out, total, key, value in self._each(
+                over, (gradient, read[0], out, total[..., None]), read[1:]
+            )
         ]
         queries, keys, values = (
             torch.cat([part[0].transpose(0, 1) for part in of_stretches]) for of_stretches in zip(*parts, strict=True)
@@ -155,51 +152,6 @@ class OneByOne:
         rows = [tensor.split(lengths[0]) for tensor in queries] + [tensor.split(lengths[1]) for tensor in keys]
         for stretch in zip(*rows, strict=True):
             yield tuple(part.transpose(0, 1)[None] for part in stretch)
-
-
-class FlashOnCpu:
-    def forward(self, *stretch: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        both: tuple[torch.Tensor, torch.Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
-            *stretch, 0.0, causal, scale=scale
-        )
-        return both
-
-    def backward(self, *stretch: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
-        gradient, query, out, total, key, value = stretch
-        gradients: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, total[..., 0], 0.0, causal, scale=scale
-        )
-        return gradients
-
-
-class Written:
-    """Written out, with all products of queries and keys in memory: for dtypes that no fused kernel has on a GPU."""
-
-    def forward(self, *stretch: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        query, key, value = stretch
-        products = self._products(query, key, causal, scale)
-        total = products.logsumexp(dim=-1)
-        return torch.exp(products - total[..., None]) @ self._repeated(value, query), total
-
-    def backward(self, *stretch: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
-        gradient, query, out, total, key, value = stretch
-        weights = torch.exp(self._products(query, key, causal, scale) - total)
-        of_weights = gradient @ self._repeated(value, query).transpose(-1, -2)
-        of_products = weights * (of_weights - (gradient * out).sum(dim=-1, keepdim=True)) * scale
-        repeated = of_products.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
-        of_key, of_value = (part.unflatten(1, (key.shape[1], -1)).sum(dim=2) for part in repeated)
-        return of_products @ self._repeated(key, query), of_key, of_value
-
-    def _products(self, query: torch.Tensor, key: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-        products = query @ self._repeated(key, query).transpose(-1, -2) * scale
-        if not causal:
-            return products
-        later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu(1)
-        return products.masked_fill(later, float("-inf"))
-
-    def _repeated(self, of_keys: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """For each head that shares a key-value head."""
-        return of_keys.repeat_interleave(query.shape[1] // of_keys.shape[1], dim=1)
 
 
 def _round(stretches: Sequence[tuple[Ints, Ints]], queries: int, keys: int, *, causal: bool) -> Round:
