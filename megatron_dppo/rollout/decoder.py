@@ -4,8 +4,7 @@ A policy of a million parameters spends half of a decoding step between its matr
 queries, keys and values are one product, and those to gate and up are another. Hugging Face's modules hold the weights,
 and run what is theirs alone: experts, whose routers are heard where a batch is to tell which it chose.
 
-The cache is storage made once. Rows come and go in it, and a prompt's keys are copied for each of its samples. What all
-prompts begin with, such as a system message, is there once, and read once by the queries of all rows.
+The cache is storage made once. Rows come and go in it, and a prompt's keys are copied for each of its samples.
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ class Decoder:
         for layer in self._layers:
             layer.weights_changed()
 
-    def new_cache(self, rows: int, capacity: int, common: RolloutCache | None = None) -> RolloutCache:
-        """An empty cache for so many rows of ``capacity`` tokens, of which the first are those of ``common``'s row."""
+    def new_cache(self, rows: int, capacity: int) -> RolloutCache:
+        """Return an empty cache for rows of ``capacity`` tokens."""
         weight = self._embedding.weight
         attention = [layer for layer in self._layers if isinstance(layer, AttentionLayer)]
         deltas = [layer for layer in self._layers if isinstance(layer, DeltaLayer)]
@@ -89,7 +88,7 @@ class Decoder:
             positions = torch.arange(capacity, device=weight.device)
             self._cos, self._sin = (table.transpose(0, 1) for table in self._rotary(weight, positions[None]))
         sizes = len(attention), rows, attention[0].kv_heads, capacity, attention[0].size
-        return RolloutCache(*sizes, like=weight, common=common, states=states)
+        return RolloutCache(*sizes, like=weight, states=states)
 
     def read(
         self,
@@ -121,11 +120,10 @@ class Decoder:
         hidden = self._embedding(tokens.reshape(-1))
         here = positions.reshape(-1)
         rotary = self._cos[here], self._sin[here]
-        later = torch.arange(cache.begin, width, device=tokens.device) > positions.unsqueeze(-1)
+        later = torch.arange(width, device=tokens.device) > positions.unsqueeze(-1)
         mask = torch.zeros(later.shape, dtype=hidden.dtype, device=hidden.device).masked_fill_(later, float("-inf"))
         mask = mask.unsqueeze(1)
         row = torch.arange(rows, device=tokens.device).unsqueeze(-1)
-        stored, own = positions - cache.begin, width - cache.begin
         attentions, deltas = itertools.count(), itertools.count()
         for layer in self._layers:
             if isinstance(layer, DeltaLayer):
@@ -137,9 +135,8 @@ class Decoder:
             shape = rows, count, -1, layer.size
             *projected, gate = layer.project(hidden, rotary)
             queries, new_keys, new_values = (part.view(shape) for part in projected)
-            keys[row, :, stored], values[row, :, stored] = new_keys, new_values
-            common = cache.common.layer(number, 0, 1) if cache.common else None
-            attended = attend(queries, keys[:, :, :own], values[:, :, :own], mask, common)
+            keys[row, :, positions], values[row, :, positions] = new_keys, new_values
+            attended = attend(queries, keys[:, :, :width], values[:, :, :width], mask)
             attended = attended.view(rows * count, -1)
             hidden = layer.finish(hidden, attended if gate is None else attended * gate)
         return hidden.view(rows, count, -1)
@@ -194,7 +191,6 @@ class RolloutCache:
         size: of a head.
         like: a tensor of the device and type of keys and values.
         states: [layers, rows, …] each, of layers that keep no keys.
-        common: a cache of one row, which is full: all rows begin with it, and are stored from its end on.
     """
 
     def __init__(
@@ -207,12 +203,10 @@ class RolloutCache:
         *,
         like: torch.Tensor,
         states: Sequence[torch.Tensor] = (),
-        common: RolloutCache | None = None,
     ) -> None:
-        self.capacity, self._states = capacity, states
-        self.common, self.begin = common, common.capacity if common else 0
+        self._states = states
         # Zeros: what a row has not read is masked, and a mask does not hide what is no number.
-        self._stored = like.new_zeros(layers, 2, rows, heads, capacity - self.begin, size)
+        self._stored = like.new_zeros(layers, 2, rows, heads, capacity, size)
 
     def layer(self, index: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer for ``rows`` rows from ``first`` on: views, [rows, heads, stored, size]."""
@@ -220,25 +214,24 @@ class RolloutCache:
         return keys, values
 
     def states_of(self, index: int, first: int, rows: int, *, begin: bool) -> list[torch.Tensor]:
-        """States of a layer for these rows: views. If they ``begin``, they are those at the end of the common row."""
+        """Return views of a layer's states for these rows; zeros if the rows ``begin``."""
         views = [each[index, first : first + rows] for each in self._states]
         if begin:
-            for number, view in enumerate(views):
-                view.copy_(self.common._states[number][index]) if self.common else view.zero_()
+            for view in views:
+                view.zero_()
         return views
 
     def copy(self, sources: torch.Tensor, first: int, width: int) -> None:
         """Let the rows from ``first`` on begin with the first ``width`` positions of the rows ``sources`` ([rows])."""
-        span, stored = slice(first, first + len(sources)), slice(width - self.begin)
-        self._stored[:, :, span, :, stored] = self._stored[:, :, sources, :, stored]
+        span = slice(first, first + len(sources))
+        self._stored[:, :, span, :, :width] = self._stored[:, :, sources, :, :width]
         for each in self._states:
             each[:, span] = each[:, sources]
 
     def depart(self, departure: RowCompaction, width: int) -> None:
         """Let rows leave, of which none has read more than ``width`` positions."""
         if len(departure.vacant):
-            stored = slice(width - self.begin)
-            self._stored[:, :, departure.vacant, :, stored] = self._stored[:, :, departure.movers, :, stored]
+            self._stored[:, :, departure.vacant, :, :width] = self._stored[:, :, departure.movers, :, :width]
             for each in self._states:
                 each[:, departure.vacant] = each[:, departure.movers]
 

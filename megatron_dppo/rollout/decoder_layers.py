@@ -184,20 +184,13 @@ def rotate(vectors: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
-def attend(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    common: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
+def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Attention of grouped queries.
 
     Args:
         queries: [rows, n, heads, size]
         keys, values: [rows, kv_heads, width, size]
         mask: [rows, 1, n, width], to be added to the scores.
-        common: keys and values [1, kv_heads, c, size] that all queries see besides; on CPU only.
 
     Returns:
         [rows, n, heads, size], contiguous.
@@ -208,15 +201,5 @@ def attend(
     kv_heads, grouped = keys.shape[1], count == 1 and keys.device.type == "cpu"
     of_heads = queries.view(rows, kv_heads, -1, size) if grouped else queries.transpose(1, 2)
     mask = mask.expand(-1, -1, of_heads.shape[2], -1)
-    if common is None:
-        attended = F.scaled_dot_product_attention(of_heads, keys, values, mask, enable_gqa=not grouped)
-    else:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        of_all_rows = of_heads.reshape(rows, kv_heads, -1, size).transpose(0, 1).reshape(1, kv_heads, -1, size)
-        # ``total`` and ``more`` are the logarithms of the weights' sums.
-        (own, total), (also, more) = flash(of_heads, keys, values, attn_mask=mask), flash(of_all_rows, *common)
-        also = also.reshape(kv_heads, rows, -1, size).transpose(0, 1).reshape(own.shape)
-        more = more.reshape(kv_heads, rows, -1).transpose(0, 1).reshape(total.shape)
-        share = torch.sigmoid(more - total).unsqueeze(-1)
-        attended = torch.lerp(own.to(share.dtype), also.to(share.dtype), share).to(queries.dtype)
+    attended = F.scaled_dot_product_attention(of_heads, keys, values, mask, enable_gqa=not grouped)
     return attended.reshape(rows, 1, heads, size) if grouped else attended.transpose(1, 2).contiguous()

@@ -21,14 +21,12 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from megatron_dppo.process.streams import moved
 from megatron_dppo.rl.types import Completion, Routing
-from megatron_dppo.rollout.decoder import Decoder, RolloutCache, Routers, RowCompaction, without_waiting
+from megatron_dppo.rollout.decoder import Decoder, Routers, RowCompaction, without_waiting
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.tree import TreePath
 
 PREFILL_TOKENS = 16384
 """Most tokens of prefixes that are read at once, padding included."""
-LEAST_COMMON = 16
-"""Fewest tokens at the beginning of all prefixes that are worth a pass of their own, on a CPU."""
 BLOCK = 128
 """Tokens of the vocabulary whose probabilities are summed up before the others; it divides many vocabularies."""
 ROUND = {"cpu": 1, "cuda": 16}
@@ -72,8 +70,7 @@ class Decoding:
         self._entropies = torch.zeros_like(self._logprobs) if sampling.entropies else None
         self._stops = without_waiting(np.array(sampling.stop_token_ids, np.int64), device)
         self._record = routers.listen(sampling.routing, count, width)
-        common = None if self._record or device.type == "cuda" else self._read_common()
-        self._cache = decoder.new_cache(rows, longest + self._round, common)
+        self._cache = decoder.new_cache(rows, longest + self._round)
         self._rows = torch.zeros(rows, FIELDS, dtype=torch.int64, device=device)
         self._waiting = deque(range(len(prefixes)))
         self._active, self._reach = 0, 0
@@ -98,7 +95,7 @@ class Decoding:
             return lump
         while self._waiting:
             prefix = self._prefixes[self._waiting[0]]
-            room, longest = room - len(prefix.slots), max(longest, len(prefix.token_ids) - self._cache.begin)
+            room, longest = room - len(prefix.slots), max(longest, len(prefix.token_ids))
             if room < 0 or (lump and longest * (len(lump) + 1) > PREFILL_TOKENS):
                 break
             lump.append(self._waiting.popleft())
@@ -108,13 +105,12 @@ class Decoding:
         """Read prefixes, padded on the right, and draw the first token of each of their continuations."""
         prefixes, first = [self._prefixes[index] for index in lump], self._active
         lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
-        begin = self._cache.begin
         ids = np.zeros((len(prefixes), int(lengths.max())), np.int64)
         for row, prefix in enumerate(prefixes):
             ids[row, : lengths[row]] = prefix.token_ids
-        tokens = self._to_device(ids[:, begin:])
-        positions = torch.arange(begin, ids.shape[1], device=tokens.device).expand(tokens.shape)
-        real = self._to_device(lengths) - begin
+        tokens = self._to_device(ids)
+        positions = torch.arange(ids.shape[1], device=tokens.device).expand(tokens.shape)
+        real = self._to_device(lengths)
         hidden = self._decoder.read(self._cache, tokens, positions, first=first, width=ids.shape[1], real=real)
         ends = self._ends[lump].tolist()
         continuations = [range(end - len(prefix.slots), end) for prefix, end in zip(prefixes, ends, strict=True)]
@@ -130,17 +126,6 @@ class Decoding:
         self._cache.copy(of_prefix + first, first, ids.shape[1])
         last = hidden[torch.arange(len(prefixes), device=tokens.device), real - 1]
         self._draw(first, self._decoder.logits(last)[of_prefix])
-
-    def _read_common(self) -> RolloutCache | None:
-        """Read the tokens that all prefixes begin with, but not the last token of any prefix."""
-        shortest = min(len(prefix.token_ids) for prefix in self._prefixes) - 1
-        beginnings = np.stack([prefix.token_ids[:shortest] for prefix in self._prefixes])
-        common = int((beginnings == beginnings[0]).all(axis=0).cumprod().sum())
-        if common < LEAST_COMMON:
-            return None
-        cache, tokens = self._decoder.new_cache(1, common), torch.from_numpy(beginnings[:1, :common].astype(np.int64))
-        self._decoder.read(cache, tokens, torch.arange(common)[None], first=0, width=common)
-        return cache
 
     def _step(self) -> None:
         """Read each row's last token, and draw the next one."""

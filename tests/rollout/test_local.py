@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,7 +14,6 @@ from megatron_dppo.bridge.stream import Consumers
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rollout import decoding
-from megatron_dppo.rollout.decoding import LEAST_COMMON
 from megatron_dppo.rollout.engine import Bucket
 from megatron_dppo.rollout.local import LocalEngine
 from tests.policies import write_family
@@ -27,25 +25,11 @@ from tests.rollout.local import (
     make_engine,
     make_policy,
     make_prompts,
-    record_reads,
     sampling_of,
     tokens_of,
     weights_of,
 )
 from tests.rollout.scripted import as_ranks
-
-
-def test_common_beginning_of_prompts_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts end within the common beginning but for one token, or go on for a while."""
-    engine = make_engine(make_policy(dtype=torch.float64), tmp_path, max_batch=20)
-    (message,) = make_prompts(55)
-    prompts = [replace(message, id=end, token_ids=message.token_ids[:end]) for end in (36, 39, 55)]
-    shapes = record_reads(monkeypatch)
-    together = generate(engine, prompts, sampling_of())
-    assert shapes[0] == (1, 35), "the common tokens, for one row"
-    assert max(tokens for rows, tokens in shapes[1:]) == 20, "and never again"
-    monkeypatch.setattr(decoding, "LEAST_COMMON", 1000)
-    assert tokens_of(together) == tokens_of(generate(engine, prompts, sampling_of()))
 
 
 def test_stop_token_at_the_limit_ends_and_past_the_limit_does_not(
@@ -193,16 +177,12 @@ def test_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"])
 def test_states_of_delta_networks_follow_their_rows(family: str, tmp_path: Path) -> None:
-    """Stop tokens end rows at all lengths; others take their places, in batches of eight rows and of all. Prompts
-    begin with other tokens, or all with the same, which are read once."""
+    """Stop tokens end rows at all lengths; others take their places, in batches of eight rows and of all."""
     path = write_family(tmp_path, family)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     narrow, wide = (load_engine(path, max_batch=rows) for rows in (8, 64))
-    apart, common = make_prompts(3, 40, 1, 6, 17, 33, 2, 25), np.arange(8, 11 + LEAST_COMMON, dtype=np.int32)
-    alike = [replace(prompt, token_ids=np.concatenate([common, prompt.token_ids])) for prompt in apart]
-    sampling = sampling_of(stop=tuple(range(10)), temperature=1.7)
-    for prompts in (apart, alike):
-        groups = generate(narrow, prompts, sampling)
-        assert len({len(completion.token_ids) for group in groups for completion in group}) > 5
-        assert_logprobs_of_a_plain_forward(reference, prompts, groups, 1.7)
-        assert tokens_of(generate(wide, prompts, sampling)) == tokens_of(groups)
+    prompts, sampling = make_prompts(3, 40, 1, 6, 17, 33, 2, 25), sampling_of(stop=tuple(range(10)), temperature=1.7)
+    groups = generate(narrow, prompts, sampling)
+    assert len({len(completion.token_ids) for group in groups for completion in group}) > 5
+    assert_logprobs_of_a_plain_forward(reference, prompts, groups, 1.7)
+    assert tokens_of(generate(wide, prompts, sampling)) == tokens_of(groups)

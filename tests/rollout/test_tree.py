@@ -122,7 +122,6 @@ def test_completions_do_not_depend_on_their_batch(
 def test_no_token_is_read_or_counted_twice(
     branches: Branches, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "LEAST_COMMON", 1000)  # or the rest of a prompt could be a single token
     engine, shapes = make_engine(make_policy(), tmp_path, max_batch=19), record_reads(monkeypatch)
     groups = generate(engine, make_prompts(3, 11, 2, 6, 6), tree_of(branches, roots=18 // count_leaves(branches, 0)))
     paths = sum(len({id(leaf) for leaf in group}) for group in groups)
