@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -195,7 +196,7 @@ class Trainer:
         def decide() -> StepPlan:
             plan = plan_with(config)
             inflation = plan.metrics.get("prune/variance_inflation", 1.0)
-            return self.sampler.remember(metadata, inflation).added_to(plan)
+            return replace(plan, metrics={**plan.metrics, **self.sampler.remember(metadata, inflation)})
 
         with self.timers("plan"):
             return self.world.from_leader(decide)

@@ -1,4 +1,4 @@
-"""Pruning and its reasons, the noise that it cost, and how well a run predicted groups before it generated them."""
+"""Pruning, its reasons, and its noise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def pruning(runs: Sequence[RunRecord]) -> Chapter:
     measured = [run for run in runs if run.mean("prune/kept_token_fraction") is not None]
     for run in measured:
         charts = [tokens_chart(run), answers_chart(run), causes_chart(run), noise_chart(run)]
-        charts += [reliability_chart(run), brier_chart(run)]
         parts.append(Charts([chart for chart in charts if not chart.empty], run.name, _rules(run)))
     return Chapter(lead, parts, "No step of these runs says what was kept.")
 
@@ -139,16 +138,10 @@ def _rules(run: RunRecord) -> str:
 
 def _cells(run: RunRecord, table: Literal["by_group", "by_reward", "by_cause"]) -> Floats:
     """[cells, 4]: two coordinates, answers of all steps, their mean probability of being kept; ascending."""
-    x, y, count, inclusion = _summed([cell[:4] for row in run.census for cell in row[table]], 2).T
-    return np.column_stack([x, y, count, inclusion / count])
-
-
-def _summed(cells: Sequence[Sequence[float]], places: int) -> Floats:
-    """Add up cells of four numbers whose first ``places`` numbers are the same; ascending."""
-    table = np.array(cells, dtype=np.float64).reshape(-1, 4)
-    found, which = np.unique(table[:, :places], axis=0, return_inverse=True)
-    sums = [np.bincount(which.ravel(), column) for column in table[:, places:].T]
-    return np.column_stack([found, *sums])
+    cells = np.array([cell[:4] for row in run.census for cell in row[table]], dtype=np.float64).reshape(-1, 4)
+    places, which = np.unique(cells[:, :2], axis=0, return_inverse=True)
+    count, inclusion = (np.bincount(which.ravel(), column) for column in cells[:, 2:].T)
+    return np.column_stack([places, count, inclusion / count])
 
 
 def _nothing_pruned(cells: Floats) -> str:
@@ -156,53 +149,3 @@ def _nothing_pruned(cells: Floats) -> str:
     if (cells[:, 3] < 1.0).any():
         return ""
     return "every answer with a gradient was trained on" if len(cells) else "no answer had a gradient"
-
-
-PREDICTORS: Mapping[str, tuple[str, str]] = {
-    "model": ("from its text", "good"),
-    "pool": ("all prompts", "slate"),
-}
-"""Name of a line, and its colour."""
-SOURCES = "predicted from a prompt's text, or by the mean of all prompts"
-
-
-@titled("Predicted and observed")
-def reliability_chart(run: RunRecord) -> Chart:
-    """Predicted against observed, in tenths of the prediction, over the whole run."""
-    what = "right answers" if all(row["binary"] for row in run.census) else "groups whose rewards differ"
-    about = f"share of {what}, by the chance {SOURCES}; Brier scores"
-    lines = [
-        Line(f"{words}, {score:.3f}", colour, *cells.T)
-        for name, (words, colour) in PREDICTORS.items()
-        if len(cells := _predicted(run, name)) and (score := run.mean(f"prune/brier_{name}")) is not None
-    ]
-    if lines:
-        lines.append(Line("as predicted", "pale", np.array([0.0, 1.0]), np.array([0.0, 1.0])))
-    return line_chart(
-        about,
-        lines,
-        x_label="predicted chance",
-        x_form="share",
-        form="share",
-        low=0.0,
-        high=1.02,
-        empty="nothing was predicted",
-    )
-
-
-@titled("Error of predictions")
-def brier_chart(run: RunRecord) -> Chart:
-    """The squared error of each predictor over the steps."""
-    lines = [
-        Line(words, colour, *run.series(f"prune/brier_{name}"), noisy=True)
-        for name, (words, colour) in PREDICTORS.items()
-    ]
-    about = f"mean squared distance from the share that was right, sampling's noise included; {SOURCES}"
-    return line_chart(about, lines, low=0.0, empty="nothing was predicted")
-
-
-def _predicted(run: RunRecord, name: str) -> Floats:
-    """[bins, 2], mean predicted and mean observed chance of the groups in each tenth, over all steps."""
-    cells = [sums for row in run.census for who, *sums in row.get("by_prediction", ()) if who == name]
-    _, count, said, seen = _summed(cells, 1).T
-    return np.column_stack([said / count, seen / count])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import Annotated, Any, NotRequired, TypeGuard, TypeVar
+from typing import Annotated, Any, TypeGuard, TypeVar
 
 import numpy as np
 from annotated_types import Gt
@@ -47,7 +47,6 @@ class CensusRow(TypedDict):
     by_group: list[Cell]
     by_reward: list[Cell]
     by_cause: list[Cell]
-    by_prediction: NotRequired[list[tuple[str, FiniteFloat, Count, FiniteFloat, FiniteFloat]]]
 
 
 class SampleAnswer(TypedDict):

@@ -32,8 +32,6 @@ class PruningStats:
     """By the reward's distance from the group's mean in its standard deviations, and by side."""
     by_cause: tuple[Cell, ...]
     """By log2 of the response's tokens, and of its |A|·c·√Σ_t(1−p_t)²/π_prompt over the step's median."""
-    by_prediction: tuple[tuple[str, int, int, float, float], ...] = ()
-    """Groups by how they had been predicted, see ``pruning/forecast.py``."""
 
     def as_row(self) -> dict[str, Any]:
         """For JSON. The file keeps an older name of ``zero_advantage``."""

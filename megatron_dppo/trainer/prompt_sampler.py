@@ -19,7 +19,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import compute_advantages
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.draw import completion_candidates
-from megatron_dppo.rl.pruning.forecast import Outcomes, PredictorMetrics, PromptFeatures, PromptForecast
+from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
 from megatron_dppo.rl.seeds import Purpose, generator
@@ -231,9 +231,8 @@ class PromptSampler:
             longest_first=self._config.rollout.longest_first,
         )
 
-    def remember(self, metadata: StepMetadata, inflation: float = 1.0) -> PredictorMetrics:
-        """Learn from a step's full groups, once nothing of that step is left to be drawn, and say how well they had
-        been predicted.
+    def remember(self, metadata: StepMetadata, inflation: float = 1.0) -> dict[str, float]:
+        """Learn from a step's full groups, after all draws of the step. Return metrics of the predictions.
 
         Args:
             metadata: of the step.

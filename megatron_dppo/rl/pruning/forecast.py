@@ -20,14 +20,7 @@ from megatron_dppo.rl.advantages import find_estimator, squares_by_right
 from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
 from megatron_dppo.rl.pruning.success_model import SizeModel, SuccessModel
-from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
-
-BINS = 10
-"""Intervals of predicted probabilities in the reliability curve."""
-CalibrationBin = tuple[str, int, int, float, float]
-"""``model``, the tenth of [0, 1] in which the predictions lie, how many groups are there, the sum of their predicted
-chances, and the sum of the shares that turned out right. Where rewards are not 0 and 1, a chance is that of a group
-whose rewards differ."""
+from megatron_dppo.rl.types import Floats, Ints, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +42,6 @@ class Outcomes:
     """[Q], Σ_i h_i², h a proxy of the norm of a completion's term in the sum, without any 1/π."""
     tokens: Floats
     """[Q], mean tokens generated for a completion."""
-
-
-@dataclass(frozen=True, slots=True)
-class PredictorMetrics:
-    """How well a step was predicted.
-
-        PredictorMetrics({"prune/brier_model": 0.05, ...}, reliability=(("model", 3, 12, 4.1, 4.4), ...))
-
-    gave 12 groups chances between 0.3 and 0.4, of which 4.4 groups' worth of answers turned out right.
-    """
-
-    metrics: Mapping[str, float]
-    reliability: tuple[CalibrationBin, ...]
-
-    def added_to(self, plan: StepPlan) -> StepPlan:
-        """Return the step's plan with these metrics in its log and its census."""
-        census = plan.census and replace(plan.census, by_prediction=self.reliability)
-        return replace(plan, metrics={**plan.metrics, **self.metrics}, census=census)
 
 
 class PromptForecast(PromptHistory):
@@ -111,27 +86,30 @@ class PromptForecast(PromptHistory):
         known."""
         return self._tokens.predict(self._features.of(prompt_ids))
 
-    def judge_and_learn(self, visits: Outcomes) -> PredictorMetrics:
-        """Compare the predictions with a step's groups; only then learn of them."""
+    def judge_and_learn(self, visits: Outcomes) -> dict[str, float]:
+        """Compare the predictions with a step's groups, then learn from the groups.
+
+        Returns:
+            Brier scores of the regression and of the pool's mean; empty without groups.
+        """
         if not len(visits.prompt_ids):
-            return PredictorMetrics({}, ())
+            return {}
         visits = replace(visits, rewards=without_rounding(visits.rewards))
         if self.binary and not is_binary(visits.rewards):
             self.binary = False  # from now on what is predicted is whether a group's rewards differ
             self._success = SuccessModel(self._features.size)
-        judgement = self._judge(visits)
+        scores = self._judge(visits)
         self._learn(visits)
-        return judgement
+        return scores
 
-    def _judge(self, visits: Outcomes) -> PredictorMetrics:
+    def _judge(self, visits: Outcomes) -> dict[str, float]:
         right, trials = self._outcomes(visits)
         observed = right / trials
         predicted = self._success.predict(visits.prompt_ids, self._features.of(visits.prompt_ids)).mean()
-        metrics = {
+        return {
             "prune/brier_model": float(((predicted - observed) ** 2).mean()),
             "prune/brier_pool": float(((self.pool_mean - observed) ** 2).mean()),
         }
-        return PredictorMetrics(metrics, tuple(_reliability(predicted, observed)))
 
     def _learn(self, visits: Outcomes) -> None:
         features = self._features.of(visits.prompt_ids)
@@ -164,13 +142,6 @@ class PromptForecast(PromptHistory):
 
     def _models(self) -> dict[str, SuccessModel | SizeModel]:
         return {"success": self._success, "size": self._size, "tokens": self._tokens}
-
-
-def _reliability(predicted: Floats, observed: Floats) -> list[CalibrationBin]:
-    """A row for each bin of predictions that has groups."""
-    bins = np.minimum((BINS * predicted).astype(np.int64), BINS - 1)
-    counts, said, seen = (np.bincount(bins, weights, BINS) for weights in (None, predicted, observed))
-    return [("model", int(b), int(counts[b]), round(said[b], 6), round(seen[b], 6)) for b in np.flatnonzero(counts)]
 
 
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

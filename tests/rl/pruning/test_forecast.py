@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 
 from megatron_dppo.rl.advantages import group_advantages
-from megatron_dppo.rl.census import PruningStats
 from megatron_dppo.rl.pruning.forecast import (
     WIDEST,
     Outcomes,
-    PredictorMetrics,
     PromptFeatures,
     PromptForecast,
 )
-from megatron_dppo.rl.types import Floats, Ints, Prompt, StepPlan
+from megatron_dppo.rl.types import Floats, Ints, Prompt
 from tests.rl.plans import made_up_pool
 
 WINDOW, GROUP = 32, 8
@@ -96,7 +94,7 @@ def expected(known: PromptForecast, ids: Ints) -> Floats:
     return known.expected_square(ids, group_size=GROUP)
 
 
-def learn(known: PromptForecast, ids: Ints = IDS, *tables: Floats, **fields: Floats) -> list[PredictorMetrics]:
+def learn(known: PromptForecast, ids: Ints = IDS, *tables: Floats, **fields: Floats) -> list[dict[str, float]]:
     """Learn from windows of prompts, one after the other."""
     return [known.judge_and_learn(visits(window, *tables, **fields)) for window in ids.reshape(-1, WINDOW)]
 
@@ -106,7 +104,7 @@ SEEN, UNSEEN = IDS[:-WINDOW], IDS[-WINDOW:]
 
 def test_model_predicts_prompts_at_their_first_visit():
     found = learn(forecast(), np.random.default_rng(0).permutation(IDS))
-    model, pool = (np.mean([each.metrics[f"prune/brier_{name}"] for each in found[3:]]) for name in ("model", "pool"))
+    model, pool = (np.mean([each[f"prune/brier_{name}"] for each in found[3:]]) for name in ("model", "pool"))
     assert model < 0.6 * pool
 
 
@@ -122,7 +120,7 @@ def test_groups_of_equal_reward_count_under_a_teacher():
 def test_step_is_predicted_before_the_models_learn():
     """All answers are right; when nothing is known, one half is predicted."""
     known, step = forecast(), visits(UNSEEN, RIGHT)
-    first, again = (known.judge_and_learn(step).metrics for _ in range(2))
+    first, again = (known.judge_and_learn(step) for _ in range(2))
     assert first == {"prune/brier_model": pytest.approx(0.25), "prune/brier_pool": pytest.approx(0.25)}
     assert again["prune/brier_model"] < 0.05
 
@@ -159,33 +157,15 @@ def test_graded_rewards_are_predicted_to_differ_or_not():
     hard, known = ACCURACY < 0.5, forecast()
     *_, last = learn(known, IDS, np.where(hard[:, None], 0.3, np.random.default_rng(0).random(RIGHT.shape)))
     assert not known.binary
-    assert last.metrics["prune/brier_model"] < 0.6 * last.metrics["prune/brier_pool"]
+    assert last["prune/brier_model"] < 0.6 * last["prune/brier_pool"]
     square = expected(known, IDS)
     assert square[hard].mean() < 0.4 * square[~hard].mean()
-
-
-def test_groups_are_counted_by_their_predicted_chance():
-    [found] = learn(forecast(), UNSEEN)
-    assert sum(count for _, _, count, _, _ in found.reliability) == WINDOW
-    assert sum(seen for *_, seen in found.reliability) == pytest.approx(ROLLED_OUT[UNSEEN].mean(axis=1).sum(), abs=1e-4)
-    for _, tenth, count, predicted, _ in found.reliability:
-        assert tenth / 10 - 1e-6 <= predicted / count <= (tenth + 1) / 10 + 1e-6
-
-
-def test_predictor_metrics_are_in_the_log_and_the_census_of_a_step():
-    counts = PruningStats((1, 5), (0, 0), (0, 0), binary=True, by_group=(), by_reward=(), by_cause=())
-    plan = StepPlan((), {"pack/fill": 1.0}, notes=("first",), census=counts)
-    rows = (("model", 3, 2, 0.7, 0.5),)
-    judged = PredictorMetrics({"prune/brier_model": 0.1}, rows).added_to(plan)
-    assert judged.metrics == {"pack/fill": 1.0, "prune/brier_model": 0.1}
-    assert judged.notes == ("first",)
-    assert judged.census == replace(counts, by_prediction=rows)
 
 
 def test_step_without_groups_changes_nothing():
     known = forecast()
     before = json.dumps(known.state_dict())
-    assert not known.judge_and_learn(visits(IDS[:0])).metrics
+    assert not known.judge_and_learn(visits(IDS[:0]))
     assert json.dumps(known.state_dict()) == before
 
 
