@@ -1,6 +1,7 @@
-"""Exclusions between settings, and numbers that are too large.
+"""Exclusions between settings, settings without effect, and numbers that are too large.
 
-Each command checks its configuration against ``exclusions.yaml`` before ranks start.
+Each command checks its configuration against ``exclusions.yaml`` before ranks start. ``idle.yaml`` lists settings that
+a run does not read.
 
 ``tools/site/settings_page.py`` prints the table in docs/settings.md.
 """
@@ -22,7 +23,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.config.types import Command, Loader, Section
 from megatron_dppo.errors import UserError
 
-TABLE = Path(__file__).with_suffix(".yaml")
+TABLE, IDLE = (Path(__file__).with_name(f"{name}.yaml") for name in ("exclusions", "idle"))
 TERM = re.compile(r"([\w.]+)(?:(!=|>=|[=<>])(.*))?")
 PLACE = re.compile(r"\{([\w.]+)\}")
 ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
@@ -103,10 +104,28 @@ def exclusions() -> tuple[Exclusion, ...]:
 
 def _rows(commands: str, **row: Any) -> Iterator[Exclusion]:
     commanded = get_args(Command) if commands == EVERY else tuple(commands.split())
-    for each in row.pop("each", [""]):
-        of = {name: text.replace("EACH", each) for name, text in row.items()}
+    for of in _repeated(row):
         terms = tuple(map(Term.read, of["when"].split()))
         yield Exclusion(terms, of["because"], of.get("remedy") or _defaults(terms), commanded)
+
+
+def _repeated(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Yield a row of a table once for each of its texts ``each``, which replaces EACH."""
+    for each in row.get("each", [""]):
+        yield {name: text.replace("EACH", each) for name, text in row.items() if name != "each"}
+
+
+@cache
+def idle_rows() -> tuple[dict[str, str], ...]:
+    """Return the rows of ``idle.yaml``."""
+    table = yaml.load(IDLE.read_text(encoding="utf-8"), Loader)
+    return tuple(of for row in table for of in _repeated(row))
+
+
+def idle_keys(config: Config) -> tuple[str, ...]:
+    """Return the keys, or beginnings of keys, of settings that ``train`` does not read, given the other settings."""
+    idle = [row for row in idle_rows() if all(Term.read(term).holds(config, None) for term in row["when"].split())]
+    return tuple(key for row in idle for key in row["keys"].split())
 
 
 def _defaults(terms: tuple[Term, ...]) -> str:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from megatron_dppo.config import Config, ModelConfig
-from megatron_dppo.config.exclusions import Exclusion, Term, checks, exclusions, text_of, value_of
+from megatron_dppo.config.exclusions import Exclusion, Term, checks, exclusions, idle_rows, text_of, value_of
 from megatron_dppo.config.types import Command
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.shape import PolicyShape
@@ -165,3 +165,11 @@ def test_a_star_in_a_user_s_value_is_no_pattern() -> None:
     term = Term.read("model.path=model.checkpoint")
     same, other = (Config(model=ModelConfig(path=path, checkpoint="runs/*/hf")) for path in ("runs/*/hf", "runs/a/hf"))
     assert term.holds(same, None) and not term.holds(other, None)
+
+
+def test_idle_rows_name_settings() -> None:
+    for row in idle_rows():
+        for term in row["when"].split():
+            value_of(Term.read(term).key, Config())
+        for key in row["keys"].split():
+            assert any(setting.startswith(key) for setting in settings())
