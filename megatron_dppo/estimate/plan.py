@@ -1,4 +1,4 @@
-"""The plan of a run: whether it fits in memory, which settings would make it fit, how long it takes, what it costs."""
+"""The plan of a run: whether it fits in memory, how long it takes, what it costs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from megatron_dppo.estimate.memory import (
     parameters_of,
     shape_of,
 )
-from megatron_dppo.estimate.remedies import Closest, remedies
-from megatron_dppo.estimate.search import Change, with_settings
+from megatron_dppo.estimate.search import with_settings
 from megatron_dppo.estimate.servers import ServerMemory, memories
 from megatron_dppo.estimate.time import StepTime, measured_variance, step_time
 from megatron_dppo.estimate.workload import Placement, Setup, place, without_pruning
@@ -47,10 +46,6 @@ class Plan:
     fits: bool
     needs_flash_attn: bool
     """Whether Transformer Engine's layers have no fused attention on these GPUs without flash-attn."""
-    remedies: list[Change]
-    """Changes of settings, each of which would make the run fit. Empty if it fits."""
-    closest: Closest | None
-    """Where none does: what comes closest, and what holds it back."""
     pruned: StepTime
     unpruned: StepTime
     cost: Cost
@@ -84,11 +79,6 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
     may_use_te = config.model.dtype == "bf16" and config.model.spec != "torch"
     fits, most = actor.fits and server.fits, max(server.concurrency, 1)
 
-    def lack(changed: Config) -> float:
-        actor, server = memories(Setup(changed, shape, place(changed, shape), assume))
-        return max(actor.lack, server.memory.lack)
-
-    changes, closest = ([], None) if fits else remedies(config, shape, lack)
     pruned = step_time(setup, concurrency=most)
 
     def unpruned_step(prompts: int) -> StepTime:
@@ -109,8 +99,6 @@ def make_plan(config: Config, assume: Assumptions) -> Plan:
         server=server,
         fits=fits,
         needs_flash_attn=may_use_te and needs_flash_attn(config.cluster.gpu, shape.head_dim),
-        remedies=changes,
-        closest=closest,
         pruned=pruned,
         unpruned=unpruned,
         cost=_cost(setup, pruned),

@@ -13,10 +13,8 @@ from megatron_dppo.config.exclusions import text_of
 from megatron_dppo.estimate.assumptions import GIB, PREFIX, read_assumptions
 from megatron_dppo.estimate.memory import Memory
 from megatron_dppo.estimate.plan import Plan, as_json, make_plan
-from megatron_dppo.estimate.remedies import MOST_AT_ONCE, MOST_NODES, nodes_of
-from megatron_dppo.estimate.search import SPARE, Found, Proposal, search, with_settings
+from megatron_dppo.estimate.search import SPARE, Found, Proposal, search
 from megatron_dppo.parallel.layout import layout_text
-from megatron_dppo.settings import short
 from megatron_dppo.trainer.preflight import size_text
 
 COUNTED = {
@@ -56,14 +54,18 @@ def plan_search(config: Config, assumed: Sequence[str], gpus: int | None, *, jso
     Raises:
         UserError: for what :func:`search` refuses.
     """
-    cluster = config.cluster
-    gpus = nodes_of(config) * cluster.gpus_per_node if gpus is None else gpus
+    gpus = _gpus_of(config) if gpus is None else gpus
     found = search(config, read_assumptions(assumed), gpus)
     if json_wanted:
         print(json.dumps({"gpus": gpus, **to_jsonable_python(found)}))
     else:
         print("\n".join(_found(config, gpus, found)))
     return 1 if found.closest else 0
+
+
+def _gpus_of(config: Config) -> int:
+    cluster = config.cluster
+    return (cluster.nodes + cluster.server_nodes) * cluster.gpus_per_node
 
 
 def _found(config: Config, gpus: int, found: Found) -> Iterator[str]:
@@ -113,7 +115,7 @@ def as_text(made: Plan) -> Iterator[str]:
             yield ""
             yield from part(made)
     else:
-        yield from _remedies(made)
+        yield from _search_result(made)
     yield ""
     yield f"assumed (set with {PREFIX}NAME=VALUE; estimate/assumptions.py says where each is from):"
     for name, value in asdict(made.assumptions).items():
@@ -148,21 +150,14 @@ def _disk(made: Plan) -> Iterator[str]:
     yield f"  {several}{export}{sync}"
 
 
-def _remedies(made: Plan) -> Iterator[str]:
-    """Changes under which the run fits, with their seconds and nodes; else why none does."""
-    nodes = nodes_of(made.config)
+def _search_result(made: Plan) -> Iterator[str]:
+    """Settings of the same GPUs under which the run fits; else the nearest miss."""
     yield "It does NOT fit. There are no times of a run that does not fit."
-    for change in made.remedies:
-        other = make_plan(with_settings(made.config, change), made.assumptions)
-        words = " ".join(f"{key}={short(value)}" for key, value in change.items())
-        needs = f", on {nodes_of(other.config)} nodes in place of {nodes}" if nodes_of(other.config) > nodes else ""
-        yield f"  it would with  {words}   ({other.pruned.seconds:.0f} s a step{needs})"
-    if made.closest:
-        words = " ".join(f"{key}={short(value)}" for key, value in made.closest.change.items())
-        yield f"Nothing that was tried helps, up to {MOST_AT_ONCE} settings at once and {MOST_NODES}x the nodes."
-        yield f"  the closest is {words}, where a GPU lacks {made.closest.lack / GIB:.1f} GiB"
-        for limit in made.closest.limits:
-            yield f"  {limit}"
+    gpus = _gpus_of(made.config)
+    found = search(made.config, made.assumptions, gpus)
+    yield from _found(made.config, gpus, found)
+    if found.closest:
+        yield "\nSet optimizer.offload=true, or look for settings of more GPUs with --search --gpus N."
 
 
 def _times(made: Plan) -> Iterator[str]:
