@@ -16,9 +16,8 @@ import numpy as np
 from megatron_dppo.config import Config
 from megatron_dppo.data.prompts import Pool, PromptPool
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import compute_advantages
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pruning.draw import completion_candidates
+from megatron_dppo.rl.pruning.draw import completion_terms
 from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptForecast
 from megatron_dppo.rl.pruning.prompt_rules import select
 from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, next_round, scheduled_keep, window_size
@@ -239,8 +238,7 @@ class PromptSampler:
             inflation: by how much pruning multiplied the step's variance, as it is estimated.
         """
         self._inflation += (1.0 - INFLATION_KEPT) * (inflation - self._inflation)
-        segments = compute_advantages(metadata, self._config, self._objective.advantage)
-        known = completion_candidates(metadata, self._config, self._objective, segments)
+        known, *_ = completion_terms(metadata, self._config, self._objective)
         terms = known.score * metadata.prompt_inclusion[:, None]
         return self.history.judge_and_learn(
             Outcomes(

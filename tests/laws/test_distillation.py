@@ -13,9 +13,9 @@ from transformers import Qwen3ForCausalLM
 
 from megatron_dppo.config import Config, DistillationConfig, LayoutConfig, LossConfig, replace
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.advantages import compute_advantages, group_advantages
+from megatron_dppo.rl.advantages import group_advantages
 from megatron_dppo.rl.objectives import objective_for
-from megatron_dppo.rl.pruning.draw import completion_candidates
+from megatron_dppo.rl.pruning.draw import completion_terms
 from megatron_dppo.rl.types import Group, StepMetadata
 from megatron_dppo.rollout.metadata import metadata_of
 from megatron_dppo.settings import load_config
@@ -109,8 +109,7 @@ def test_scores_of_a_server_are_norms_of_token_advantages() -> None:
     metadata, groups = taught_step(given, 1)
     norms = metadata_of(groups, metadata.prompt_inclusion, SAMPLES, 0, 0, given).score_norms
     metadata = dataclasses.replace(metadata, score_norms=norms)
-    segments = compute_advantages(metadata, config, objective.advantage)
-    candidates = completion_candidates(metadata, config, objective, segments)
+    candidates, *_ = completion_terms(metadata, config, objective)
     for row, group in enumerate(groups):
         for sample, c in enumerate(group.completions):
             a = group.rewards[sample] - group.rewards.mean()

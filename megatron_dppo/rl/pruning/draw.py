@@ -21,7 +21,6 @@ from megatron_dppo.rl.advantages import (
     masked_completions,
 )
 from megatron_dppo.rl.census import Cell, PruningStats
-from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.objectives import Objective, coefficient, kept_share, normaliser
 from megatron_dppo.rl.pruning.completion_rules import (
     CompletionCandidates,
@@ -77,12 +76,12 @@ def prune_minibatch(
         rng: for this one draw.
     """
     pruning = config.pruning.completions
-    segments = compute_advantages(part, config, objective.advantage)
-    candidates = completion_candidates(part, config, objective, segments)
+    candidates, segments, c, magnitude = completion_terms(part, config, objective)
     if keep == "auto":
         keep = efficient_keep(pruning.named, candidates, generated=float(part.response_lengths.sum()))
     inclusion = completion_inclusion(pruning.named, candidates, keep)
     kept = draw_completions(pruning.named, candidates, inclusion, rng, draw=pruning.draw)
+    weight = completion_weight(pruning.named, candidates, inclusion, keep) / part.prompt_inclusion[:, None]
     z = normaliser(
         objective.aggregation,
         sampled_lengths=part.sampled_lengths,
@@ -99,20 +98,47 @@ def prune_minibatch(
         )
     return PruningDraw(
         advantage=candidates.advantage,
-        coefficient=coefficient(objective.aggregation, part.sampled_lengths),
+        coefficient=c,
         inclusion=inclusion,
-        weight=completion_weight(pruning.named, candidates, inclusion, keep) / part.prompt_inclusion[:, None],
+        weight=weight,
         kept=kept,
         zero_advantage=candidates.zero_advantage,
         segments=segments,
         normaliser=z,
-        magnitude=magnitudes(part, candidates.advantage, config),
+        magnitude=magnitude,
     )
 
 
+def completion_terms(
+    part: StepMetadata, config: Config, objective: Objective
+) -> tuple[CompletionCandidates, Floats, Floats, Floats]:
+    """Compute the sizes of a minibatch's terms, before anything is drawn.
+
+    Returns:
+        - Candidates of a completion rule.
+        - [Q, G, S], advantages of the segments.
+        - [Q, G], coefficients c of the aggregation.
+        - [Q, G], :func:`magnitudes`.
+    """
+    segments = compute_advantages(part, config, objective.advantage)
+    advantage, masked = completion_advantages(part, segments), masked_completions(part, config)
+    c = coefficient(objective.aggregation, part.sampled_lengths)
+    magnitude = np.where(masked, 0.0, magnitudes(part, advantage, config))
+    prompt_inclusion = part.prompt_inclusion[:, None]
+    rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)
+    score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
+    candidates = CompletionCandidates(
+        advantage=advantage,
+        score=magnitude * c * score_norms / prompt_inclusion,
+        cost=part.tokens.astype(np.float64),
+        floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
+        zero_advantage=(advantage == 0.0) & rewards_alone | masked,
+    )
+    return candidates, segments, c, magnitude
+
+
 def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
-    """√ of the mean square of what multiplies the scores of a completion's tokens: [Q, G] as A. Without a teacher: |A|.
-    0 of masked completions.
+    """Return the root mean square of the factors of a completion's token scores, [Q, G]. Without a teacher: |A|.
 
     A server's tokens have the advantages A + β·log q/p, whose mean square is (A + β·mean)² + (β·deviation)².
 
@@ -122,25 +148,7 @@ def magnitudes(part: StepMetadata, advantage: Floats, config: Config) -> Floats:
     of the scores. That is a guess: it sets probabilities, and no weight depends on its being right.
     """
     pull = config.loss.distillation_coef * part.log_ratios
-    magnitude = np.hypot(advantage + pull[..., 0], pull[..., 1])
-    return np.where(masked_completions(part, config), 0.0, magnitude)
-
-
-def completion_candidates(
-    part: StepMetadata, config: Config, objective: Objective, segments: Floats
-) -> CompletionCandidates:
-    """Candidates of a minibatch for a rule; ``segments`` are the advantages of their segments."""
-    advantage, prompt_inclusion = completion_advantages(part, segments), part.prompt_inclusion[:, None]
-    c = coefficient(objective.aggregation, part.sampled_lengths)
-    rewards_alone = ~part.log_ratios.any(axis=-1) & (config.loss.kl_coef == 0.0)
-    score_norms = 1.0 if config.pruning.completions.score == "advantage" else part.score_norms
-    return CompletionCandidates(
-        advantage=advantage,
-        score=magnitudes(part, advantage, config) * c * score_norms / prompt_inclusion,
-        cost=part.tokens.astype(np.float64),
-        floor=np.broadcast_to(np.minimum(1.0 / (config.pruning.max_weight * prompt_inclusion), 1.0), advantage.shape),
-        zero_advantage=(advantage == 0.0) & rewards_alone | masked_completions(part, config),
-    )
+    return np.hypot(advantage + pull[..., 0], pull[..., 1])
 
 
 # The coordinates of the census's tables are rounded, so that the tables stay small.
@@ -305,7 +313,6 @@ def census(parts: Sequence[tuple[StepMetadata, PruningDraw]]) -> PruningStats:
     def table(x: Floats, y: Floats) -> tuple[Cell, ...]:
         return _table(x[has_advantage], y[has_advantage], inclusion[has_advantage], kept[has_advantage])
 
-    rewards = without_rounding(rewards)
     deviations = group_advantages(rewards, normalise=True)
     low, high = rewards.min(axis=1, keepdims=True), rewards.max(axis=1, keepdims=True)
     side, samples = np.sign(advantage), rewards.shape[1]

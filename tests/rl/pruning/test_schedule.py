@@ -6,7 +6,7 @@ import pytest
 from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
 from megatron_dppo.rl.objectives import objective_for
 from megatron_dppo.rl.pruning.completion_rules import COMPLETION_RULES
-from megatron_dppo.rl.pruning.draw import completion_candidates, prune_minibatch
+from megatron_dppo.rl.pruning.draw import completion_terms, prune_minibatch
 from megatron_dppo.rl.pruning.schedule import next_round, scheduled_keep, window_size
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config
@@ -35,7 +35,7 @@ def efficiency(keep, **settings) -> float:
     config = step_config(**settings)
     objective = objective_for(config.loss)
     pruned = prune_minibatch(part, config, objective, keep=keep, rng=np.random.default_rng(0))
-    candidates = completion_candidates(part, config, objective, pruned.segments)
+    candidates, *_ = completion_terms(part, config, objective)
     live, generated = ~candidates.zero_advantage, part.response_lengths.sum()
     tokens = (part.prompt_lengths[:, None] + part.response_lengths)[live]
     squares, inclusion = candidates.score[live] ** 2, pruned.inclusion[live]
