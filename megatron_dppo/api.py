@@ -40,6 +40,7 @@ from megatron_dppo.plugins import load_function, source_of
 from megatron_dppo.process.files import refuse_if_held, replace_text, replacing_file
 from megatron_dppo.process.lifetime import SAVED
 from megatron_dppo.rl import advantages, plan
+from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.pruning import completion_rules, prompt_rules
 from megatron_dppo.rl.types import StepMetadata, StepPlan
 from megatron_dppo.settings import load_config as load_words
@@ -158,7 +159,7 @@ def step_metadata(
     if "prompt_inclusion" in more and "window" not in more:
         problem = "is given without window, the number of prompts that these were drawn from"
         raise UserError("prompt_inclusion", more["prompt_inclusion"], problem, "Give window as well")
-    given, lengths = np.asarray(rewards, np.float64), np.asarray(response_lengths, np.int64)
+    given, lengths = without_rounding(np.asarray(rewards, np.float64)), np.asarray(response_lengths, np.int64)
     asked = np.asarray(prompt_lengths, np.int64)
     prompts, samples = given.shape
     plain = plan.plain_fields(asked, samples) | {

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_dppo.errors import UserError
-from megatron_dppo.rl.numbers import without_rounding
+from megatron_dppo.rl.numbers import ROUNDING as REWARD_ROUNDING
 from megatron_dppo.rl.trees import tree_advantages
 from megatron_dppo.rl.types import Bools, Floats, StepMetadata
 
@@ -54,12 +54,11 @@ class Estimator:
 def group_advantages(rewards: Floats, *, normalise: bool, present: Bools | None = None, less: int = 0) -> Floats:
     """Return r − mean of the group, or (r − mean)/std of the group.
 
-    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Rewards that
-    differ by rounding are equal, see ``without_rounding``. Whether a group is mixed is decided on the rewards: the mean
-    of equal numbers need not equal them in floating point.
+    DeepSeekMath (arXiv:2402.03300), section 4.1.2; without the division, Dr.GRPO (arXiv:2503.20783). Whether a group
+    is mixed is decided on the rewards: the mean of equal numbers need not equal them in floating point.
 
     Args:
-        rewards: [Q, G].
+        rewards: [Q, G], from ``without_rounding``.
         normalise: divide by the standard deviation of the group.
         present: [Q, G], False for completions that do not count; None: all count. One in each group counts at least.
         less: 1 for the sample's standard deviation, over G − 1; 0 for the population's, over G.
@@ -68,7 +67,7 @@ def group_advantages(rewards: Floats, *, normalise: bool, present: Bools | None 
         [Q, G]; exactly 0.0 in groups of equal rewards, and for completions that do not count.
     """
     present = np.ones_like(rewards, np.bool_) if present is None else present
-    rewards = np.where(present, without_rounding(rewards, present), 0.0)
+    rewards = np.where(present, rewards, 0.0)
     size = present.sum(axis=1, keepdims=True)
     low = np.where(present, rewards, np.inf).min(axis=1, keepdims=True)
     mixed = np.where(present, rewards, -np.inf).max(axis=1, keepdims=True) > low
@@ -99,8 +98,8 @@ def leave_one_out(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Float
 def batch_normalised(rewards: Floats, columns: Mapping[str, NDArray[Any]]) -> Floats:
     """Return REINFORCE++'s (r − mean)/std of the minibatch (arXiv:2501.03262)."""
     present = columns["present"]
-    rewards = without_rounding(rewards.reshape(1, -1), present.reshape(1, -1)).reshape(rewards.shape)
-    mixed = np.ptp(rewards[present]) > 0.0
+    counted = rewards[present]
+    mixed = np.ptp(counted) > REWARD_ROUNDING * np.abs(counted).max()
     return whitened(np.where(present & mixed, rewards - (_weights(columns) * rewards).sum(), 0.0), columns)
 
 
@@ -160,7 +159,6 @@ def estimate_advantages(name: str, rewards: Floats, columns: Mapping[str, NDArra
     if name in ESTIMATORS:
         return np.asarray(ESTIMATORS[name].advantages(rewards, columns))[..., None]
     try:
-        rewards = without_rounding(rewards, columns["present"])
         found = _checked(_OWN[name].advantages(rewards, columns), columns["lengths"])
         mixed = group_advantages(rewards, normalise=False, present=columns["present"]).any(axis=1)
         # The mean of equal numbers can differ from the numbers.

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.types import Floats, Ints, Segments
 
 if TYPE_CHECKING:
@@ -75,7 +74,6 @@ def tree_advantages(rewards: Floats, segments: Segments, tree: TreeConfig) -> Fl
         [Q, G, B + 1]. Exactly 0 for a segment without tokens or of another depth, and where V(u) and b(u) differ by
         rounding only.
     """
-    rewards = without_rounding(rewards)
     spread = np.ptp(rewards, axis=1, keepdims=True)[..., None]
     tokens, samples = segments["tokens"], rewards.shape[1]
     values = compute_node_values(rewards - rewards[:, :1], segments, tree)

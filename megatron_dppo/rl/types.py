@@ -179,7 +179,7 @@ class StepMetadata:
     further_lengths: Ints
     """[Q, G, S], those of each sequence after a completion's first, 0 where there is none; see ``rl/sequences.py``."""
     rewards: Floats
-    """[Q, G]"""
+    """[Q, G], from ``without_rounding``: ``==`` compares the rewards of a group."""
     score_norms: Floats
     """[Q, G], a proxy of the norm of each score ∇ log π: √Σ_t (1 − p_t)², p_t the engine's; ones without these."""
     log_ratios: Floats

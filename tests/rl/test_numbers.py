@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo import prune
+from megatron_dppo import api, prune
 from megatron_dppo.config import TreeConfig
 from megatron_dppo.config.rollout import BranchConfig
 from megatron_dppo.rl.advantages import estimate_advantages, group_advantages
@@ -19,8 +19,10 @@ from megatron_dppo.rl.pruning.forecast import Outcomes, PromptFeatures, PromptFo
 from megatron_dppo.rl.pruning.history import PromptHistory
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.trees import tree_advantages
-from megatron_dppo.rl.types import SEGMENT
-from tests.rl.plans import made_up_pool, step_metadata
+from megatron_dppo.rl.types import SEGMENT, Group
+from megatron_dppo.rollout.metadata import metadata_of
+from tests.rl.plans import made_up_pool
+from tests.rollout.scripted import completion_of
 
 EQUAL = np.array([[0.1 + 0.2, 0.3, 0.15 + 0.15, 0.6 / 2.0]])
 RIGHT = np.array([[0.7 + 0.2 + 0.1, 1.0, 0.1 * 3 + 0.7, 0.8 + 0.1 + 0.1]])
@@ -78,7 +80,7 @@ def test_log_probabilities_are_at_most_zero_where_read() -> None:
 def test_rounding_is_no_advantage_at_any_scale(rewards: np.ndarray, scale: float) -> None:
     assert len(np.unique(rewards)) > 1, "the case is meant to be one of rounding"
     for normalise in (True, False):
-        assert (group_advantages(scale * rewards, normalise=normalise) == 0.0).all()
+        assert (group_advantages(without_rounding(scale * rewards), normalise=normalise) == 0.0).all()
     assert not prune([[9, 9, 9, 9]], scale * rewards).mask.any()
 
 
@@ -93,33 +95,46 @@ def test_more_than_rounding_is_an_advantage(scale: float) -> None:
 def test_no_baseline_makes_an_advantage_of_rounding(name: str) -> None:
     rewards = np.array([[*EQUAL[0], 7.0], [*EQUAL[0, ::-1], -7.0]])
     present = np.arange(5) < np.array([[4], [4]])
-    found = estimate_advantages(name, rewards, {"inclusion": np.ones(2), "present": present})
+    rounded = without_rounding(rewards, present)
+    found = estimate_advantages(name, rounded, {"inclusion": np.ones(2), "present": present})
     assert (found == 0.0).all(), "the last column takes no part"
     tenths = np.full((3, 7), 0.1)
     assert tenths[0].mean() != 0.1
-    assert not estimate_advantages(name, tenths, {"inclusion": np.ones(3), "present": np.ones((3, 7), np.bool_)}).any()
+    of_groups = np.repeat([[0.1 + 0.2], [0.3], [0.15 + 0.15]], 7, axis=1)
+    for equal in (tenths, of_groups):
+        columns = {"inclusion": np.ones(3), "present": np.ones((3, 7), np.bool_)}
+        assert not estimate_advantages(name, equal, columns).any()
 
 
 def test_tree_has_no_advantage_of_rounding() -> None:
     tree = TreeConfig(branches=(BranchConfig(at=1, children=2),), baseline="depth")
     segments = np.zeros((1, 4, 2), SEGMENT)
     segments["tokens"] = 1, 2
-    assert (tree_advantages(EQUAL, segments, tree) == 0.0).all()
+    assert (tree_advantages(without_rounding(EQUAL), segments, tree) == 0.0).all()
 
 
 def test_rounding_makes_no_mixed_group() -> None:
+    """Metadata has rewards without rounding, from a run's groups and from a user."""
     rewards = np.array([EQUAL[0], RIGHT[0], [1.0, 0.0, 1.0, 1.0]])
-    assert mixed(step_metadata(3, 4, rewards=rewards)).tolist() == [2]
+    by_user = api.step_metadata(rewards, np.ones((3, 4)), np.ones(3))
+    completions = (completion_of([1, 0]),) * 4
+    groups = [Group(prompt, completions, row) for prompt, row in zip(made_up_pool(3), rewards, strict=True)]
+    of_roles = [np.stack([row, row[::-1]], axis=1) for row in rewards]
+    of_run = metadata_of(groups, np.ones(3), samples=4, segments=2, owner=0, role_rewards=of_roles)
+    for metadata in (by_user, of_run):
+        assert mixed(metadata).tolist() == [2]
+    assert [len(np.unique(row)) for row in of_run.segments["reward"].reshape(3, -1)] == [1, 1, 2]
 
 
 def test_reward_history_takes_rounding_for_equality() -> None:
     history, ids = PromptHistory(), np.array([1, 2])
-    rewards = np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])])
+    rewards = without_rounding(np.concatenate([RIGHT, np.array([[1.0, 0.0, 1.0 - 2**-53, 2.0**-60]])]))
     history.update(ids, rewards, group_advantages(rewards, normalise=True))
     assert history.binary
     assert history.equal_visits(ids).tolist() == [1, 0]
     assert history.pool_mean == (6.0 + 1.0) / (8.0 + 2.0), "four right; two right and two wrong"
-    history.update(ids[:1], EQUAL, group_advantages(EQUAL, normalise=True))
+    equal = without_rounding(EQUAL)
+    history.update(ids[:1], equal, group_advantages(equal, normalise=True))
     assert not history.binary
     assert history.equal_visits(ids[:1]).tolist() == [2]
 
@@ -128,7 +143,8 @@ def test_forecast_takes_rounding_for_equality() -> None:
     known = PromptForecast(PromptFeatures(made_up_pool(4)))
     one, zeros = np.ones(2), np.zeros((2, 4))
     for visits, rewards in ((1, [*RIGHT, *(1.0 - RIGHT + ONE_MORE)]), (2, [*EQUAL, *EQUAL])):
-        known.judge_and_learn(Outcomes(np.array([0, 1]), np.array(rewards), zeros, squares=one, tokens=one))
+        rounded = without_rounding(np.array(rewards))
+        known.judge_and_learn(Outcomes(np.array([0, 1]), rounded, zeros, squares=one, tokens=one))
         assert known.binary == (visits == 1)
         assert known.equal_visits(np.array([0, 1])).tolist() == [visits, visits - 1]
 

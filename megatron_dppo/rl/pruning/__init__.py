@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_dppo.rl.advantages import group_advantages
+from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.pruning.completion_rules import (
     COMPLETION_RULES,
     CompletionCandidates,
@@ -106,7 +107,7 @@ def prune(
     if not (0.0 < share <= 1.0 <= max_weight and (length > 0).all() and np.isfinite(reward).all()):
         raise ValueError("0 < budget <= 1 <= max_weight is wanted, lengths of at least 1, and finite rewards.")
     if advantages is None:
-        advantage = group_advantages(reward, normalise=normalise)
+        advantage = group_advantages(without_rounding(reward), normalise=normalise)
     else:
         advantage = np.asarray(advantages, np.float64)
         if advantage.shape != length.shape or not np.isfinite(advantage).all():

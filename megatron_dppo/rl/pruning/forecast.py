@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.rl.advantages import find_estimator, squares_by_right
-from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.pruning.history import PromptHistory, is_binary
 from megatron_dppo.rl.pruning.success_model import SizeModel, SuccessModel
 from megatron_dppo.rl.types import Floats, Ints, Prompt
@@ -94,7 +93,6 @@ class PromptForecast(PromptHistory):
         """
         if not len(visits.prompt_ids):
             return {}
-        visits = replace(visits, rewards=without_rounding(visits.rewards))
         if self.binary and not is_binary(visits.rewards):
             self.binary = False  # from now on what is predicted is whether a group's rewards differ
             self._success = SuccessModel(self._features.size)

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.types import Floats, Ints
 
 DECAY = 0.9
@@ -94,7 +93,6 @@ class PromptHistory:
             rewards: [Q, G].
             advantages: [Q, G], of the full groups.
         """
-        rewards = without_rounding(rewards)
         self.binary = self.binary and is_binary(rewards)
         right = (rewards == 1.0).sum(axis=1)
         square, magnitude = (advantages**2).sum(axis=1), np.abs(advantages).mean(axis=1)

@@ -9,7 +9,6 @@ import numpy as np
 
 from megatron_dppo.config import Config, PruningConfig, ScheduleConfig
 from megatron_dppo.config.types import Keep
-from megatron_dppo.rl.numbers import without_rounding
 from megatron_dppo.rl.types import Ints, StepMetadata
 
 
@@ -66,8 +65,8 @@ def in_rounds(pruning: PruningConfig) -> bool:
 
 
 def mixed(metadata: StepMetadata) -> Ints:
-    """The groups, by their index, whose rewards differ."""
-    rewards = without_rounding(metadata.rewards)
+    """Return the indices of groups with unequal rewards."""
+    rewards = metadata.rewards
     return np.flatnonzero((rewards != rewards[:, :1]).any(axis=1))
 
 
