@@ -1,16 +1,19 @@
 """An export is whole, its card reports the run's results, and holds nothing of the machine."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS
 from megatron_dppo.bridge.hf_directory import adapter_config
 from megatron_dppo.cli import main
 from megatron_dppo.config.run import LoraConfig
 from megatron_dppo.settings import as_yaml, load_config
+from megatron_dppo.trainer.writer import Writer, write_state
 from tests.bridge.conversions import same, to_megatron, weights
 from tests.report.made_up import write_run
 from tests.small_runs import write_run as write_with_tokenizer
@@ -66,6 +69,16 @@ def test_an_export_is_the_last_checkpoint_with_a_card(run: Path, tmp_path: Path)
     assert not [line for line in card.splitlines() for place in "/~" if f"`{place}" in line or f" {place}" in line]
     secrets = "somebody 10.1.2.3 u:pw sk-1 sk-2 hf_abc our-account"
     assert not [secret for secret in (*secrets.split(), str(tmp_path), str(run), os.uname().nodename) if secret in card]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_exported(run: Path, tmp_path: Path) -> None:
+    """Its checksums have another form, so that nothing is checked."""
+    old = shutil.copytree(run, tmp_path / "old")
+    place = old / "checkpoints/iter_0000004"
+    write_state(place, {}, Writer("fp32", "fully_reshardable"))
+    (place / CHECKSUMS).write_text('{"format": 1, "files": {}}')
+    assert main(["export", str(old), str(tmp_path / "out")]) == 0
+    assert same(weights(tmp_path / "out"), weights(run / "initial/hf"))
 
 
 def test_an_export_replaces_only_an_earlier_export(run: Path, tmp_path: Path) -> None:

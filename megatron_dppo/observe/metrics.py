@@ -307,7 +307,7 @@ def _saved(summary: Mapping[str, Any]) -> Iterator[str]:
     prompts = summary["kept_prompt_fraction"]
     if prompts is not None and summary["kept_token_fraction"] is not None:
         unseen, pruned, trained, zero_advantage = (
-            summary.get(name, 0)  # a summary of an earlier version does not count zero advantages
+            summary[name]
             for name in ("saved_tokens_prompts", "saved_tokens_completions", "trained_tokens", "zero_advantage_tokens")
         )
         rolled_out = trained + pruned + zero_advantage

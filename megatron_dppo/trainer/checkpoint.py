@@ -47,11 +47,9 @@ from megatron_dppo.bridge.load import (
     sharding,
 )
 from megatron_dppo.bridge.mapping import parameters
-from megatron_dppo.bridge.stored_policy import plain_values_only
 from megatron_dppo.config import Config, LoraConfig
 from megatron_dppo.errors import UserError
 from megatron_dppo.models.actor import Actor
-from megatron_dppo.models.optimizer import optimizer_parts
 from megatron_dppo.parallel.world import World
 from megatron_dppo.process.files import replacing_directory, replacing_file
 from megatron_dppo.process.streams import tell
@@ -158,7 +156,6 @@ class Checkpoints:
         stored = self._world.from_leader(lambda: check_resumable(place, self._writer))
         self._world.from_leader(lambda: check_policy(place, actor.shape, "run.dir", _adapters(actor)))
         self._world.together(lambda: self._check(place), what="check of a checkpoint")
-        self._world.from_leader(lambda: _check_optimizers(place, actor))
         state = _sharded_state(actor, self._writer, loading=True)
         state = read_sharded(state, place, "run.dir", self._world)
         if self._writer.optimizer == "plain":
@@ -288,18 +285,6 @@ def _adapters(actor: Actor) -> LoraConfig | None:
     """Adapters stored in a checkpoint instead of the whole policy."""
     lora = actor.chunks[0].lora
     return lora if lora.rank else None
-
-
-def _check_optimizers(place: Path, actor: Actor) -> None:
-    """Refuse the optimizer's state of experts from before they had one of their own in every layout."""
-    with plain_values_only():
-        written = dist_checkpointing.load_common_state_dict(str(place))["optimizer"]
-    if len(optimizer_parts(actor.optimizer)) > 1 and 0 not in written:
-        problem = f"{place} is of an earlier version, and has the optimizer's state of experts in another form"
-        remedy = (
-            f"Finish the run with that version, or begin another run.dir with its weights: model.checkpoint={place}"
-        )
-        raise UserError("run.dir", place.parent.parent, problem, remedy)
 
 
 def _restore_steps(optimizer: dict[Any, Any]) -> None:

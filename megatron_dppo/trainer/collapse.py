@@ -73,6 +73,6 @@ class CollapseGuard:
         return {"best": asdict(self.best) if self.best else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Checkpoints of earlier versions know of no best one."""
-        if best := state.get("best"):
+        """Restore the result of ``state_dict``."""
+        if best := state["best"]:
             self.best = Best(**best)

@@ -257,4 +257,4 @@ class PromptSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._order.load_state_dict(state["order"])
         self.history.load_state_dict(state["history"])
-        self._inflation = float(state.get("inflation", 1.0))
+        self._inflation = float(state["inflation"])

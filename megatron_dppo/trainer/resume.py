@@ -128,7 +128,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def read_history(folder: Path) -> list[SettingsRecord]:
-    """The settings of a run's steps, oldest first. A run of an older version has left its last ones alone."""
+    """Return the settings of a run's steps, oldest first. Without a history, the settings in force are all."""
     try:
         lines = (folder / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

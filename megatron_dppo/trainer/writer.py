@@ -9,7 +9,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, Checksums, DamagedError, refusing_damage
 from megatron_dppo.config import Config, LoraConfig, ModelConfig
@@ -98,8 +98,9 @@ class StoredState:
     """The leader's state: data order, pruning history."""
     files: dict[str, str]
     """Fingerprints of the files that the run has read."""
-    writer: Writer | None
-    """None: an earlier version wrote it."""
+    writer: Writer
+    is_checked: bool
+    """False for a checkpoint of an earlier version, whose checksums are of another form."""
 
 
 def write_state(place: Path, state: dict[str, Any], writer: Writer) -> None:
@@ -116,13 +117,14 @@ def read_state(place: Path) -> StoredState | None:
     if not os.path.lexists(place / STATE):
         return None
     with refusing_damage(place, "run.dir"):
-        if (checksums := Checksums.read(place)) is None:  # every run writes them
-            raise DamagedError(f"{CHECKSUMS} is missing, or is of an earlier version: damage would not be noticed")
-        checksums.check([STATE])
+        if not os.path.lexists(place / CHECKSUMS):  # every run writes them
+            raise DamagedError(f"{CHECKSUMS} is missing: damage would not be noticed")
+        if (checksums := Checksums.read(place)) is not None:
+            checksums.check([STATE])
         try:
             state = dict(json.loads((place / STATE).read_bytes()))
-            files, writer = state.pop(FILES, {}), state.pop(_KEY, None)
-            return StoredState(state, files, None if writer is None else Writer.read(writer))
+            files, writer = state.pop(FILES, {}), Writer.read(state.pop(_KEY))
+            return StoredState(state, files, writer, is_checked=checksums is not None)
         except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
             raise DamagedError(f"{STATE} cannot be read ({error!r})") from error
 
@@ -131,7 +133,7 @@ def check_resumable(place: Path, now: Writer) -> StoredState:
     """Return the trainer's part of a checkpoint that ``now`` resumes from.
 
     Raises:
-        UserError: the checkpoint is damaged, or its weights or optimizer state do not fit ``now``.
+        UserError: the checkpoint is damaged or of an earlier version, or does not fit ``now``.
     """
     if (state := read_state(place)) is None:
         problem = f"{place} has no {STATE}: it is no checkpoint of a run"
@@ -141,18 +143,13 @@ def check_resumable(place: Path, now: Writer) -> StoredState:
 
     def refused(setting: str, value: object, problem: str, remedy: str) -> UserError:
         instead = "or begin another run.dir"
-        if written is None or written.adapters is None:  # adapters are no policy
+        if written.adapters is None:  # adapters are no policy
             instead += f" with its weights alone: model.checkpoint={place}"
         return UserError(setting, value, f"{place} {problem}", f"{remedy}, {instead}")
 
-    if written is None:
-        problem = "is of an earlier version, and does not say how its optimizer's state was written"
+    if not state.is_checked:
+        problem = "is of an earlier version, whose checkpoints this version exports and does not resume"
         raise refused("run.dir", place.parent.parent, problem, "Finish that run with that version")
-    if written.optimizer not in get_args(get_type_hints(Writer)["optimizer"]):
-        problem = (
-            f"has its optimizer's state in optimizer.checkpoint_format = {written.optimizer}, which is no longer read"
-        )
-        raise refused("run.dir", place.parent.parent, problem, "Finish that run with the version that wrote it")
     for setting, was in written.settings.items():
         if (is_now := now.settings.get(setting, was)) != was:
             raise refused(setting, is_now, f"was written with {setting} = {was}", f"Resume with {setting}={was}")

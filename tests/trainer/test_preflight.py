@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.bridge.checkpoint_folder import FORMAT, TRACKER, Checksums, iteration_name
+from megatron_dppo.bridge.checkpoint_folder import CHECKSUMS, FORMAT, TRACKER, Checksums, iteration_name
 from megatron_dppo.bridge.mapping import parameters
 from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
@@ -167,18 +167,13 @@ def test_unreadable_data_of_a_resumed_run_is_the_only_mistake(name: str, policy:
     assert [mistake.setting for mistake in mistakes(other, "train")] == ["data.train"]
 
 
-def test_optimizer_state_of_a_removed_format_is_refused(policy: Path, tmp_path: Path) -> None:
-    """Earlier versions wrote the layout as well, which is not read."""
+def test_checkpoint_of_an_earlier_version_is_refused_by_its_name(policy: Path, tmp_path: Path) -> None:
     config = config_of(policy, tmp_path)
     place = write_marks(config, 3)
-    earlier = {"written_by": {"tp": 2, "spec": "torch", "dtype": "fp32", "optimizer": "fully_reshardable"}}
-    for written in (earlier, {"written_by": earlier["written_by"] | {"optimizer": "dp_reshardable"}}):
-        (place / STATE).write_text(json.dumps(written))
-        Checksums(place, {}).write()
-        if written is earlier:
-            preflight(config, "train")
-    problem = "has its optimizer's state in optimizer.checkpoint_format = dp_reshardable"
-    assert problem in refuse(config).problem
+    (place / CHECKSUMS).write_text('{"format": 1, "files": {}}')
+    assert "of an earlier version" in refuse(config).problem
+    (place / CHECKSUMS).unlink()
+    assert "checksums.json is missing" in refuse(config).problem
 
 
 def test_missing_room_on_the_disk_is_found(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,11 +217,9 @@ class PromptTable:
         return {str(prompt_id): list(row) for prompt_id, row in zip(ids.tolist(), self.of(ids).tolist(), strict=True)}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Restore what ``state_dict`` returned, before or after it was written as JSON. Names that an older version did
-        not have are at the end, and as of prompts that were never seen."""
+        """Restore the result of ``state_dict``, before or after it was written as JSON."""
         self._clear()
-        rows = [(*row, *self._unseen[len(row) :]) for row in state.values()]
-        table = np.array(rows, self._dtype)
+        table = np.array([tuple(row) for row in state.values()], self._dtype)
         self.put(
             np.array([int(prompt_id) for prompt_id in state], np.int64),
             **{n: table[n] for n in self._dtype.names or ()},
