@@ -7,12 +7,12 @@ own share.
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Literal
 
 import numpy as np
@@ -25,7 +25,6 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.evaluation.benchmarks import BY_SOURCE, SETTING, HeldOut, rows_of, sources
 from megatron_dppo.evaluation.scores import mean, pass_at, per_problem_mean, powers_up_to
 from megatron_dppo.parallel.world import World
-from megatron_dppo.rewards.adapters import ScoreItem
 from megatron_dppo.rewards.functions import check_labels
 from megatron_dppo.rewards.math.completion import after_thoughts, said_answer, stated_answer
 from megatron_dppo.rewards.workers import RewardWorkers
@@ -37,15 +36,10 @@ from megatron_dppo.rollout.conversation_functions import check_turns
 from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.scoring import check_failures, failed_scores
 
-MATH = "math"
-"""The verifier that can also tell whether two answers without their texts are the same."""
 MOST = 1 << 20
 """Problems of one name that have ids of their own."""
 MOST_SOURCES = 50
 """Data sources whose accuracies are metrics of their own; of more there are none."""
-Pair = tuple[str, str]
-Same = Callable[[Sequence[Pair]], Sequence[bool]]
-"""For each pair of answers whether the verifier takes the second for the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +182,7 @@ class Evaluator:
         failed: list[Score] = []
         for verifier, collector in self._collectors.items():
             groups = collector.answers(prompts[verifier], asked[verifier], of_all=of_all)
-            share = self._share(indices[verifier], groups, verifier, keep)
+            share = self._share(indices[verifier], groups, keep)
             for theirs, theirs_failed in self._world.gather((share, failed_scores(groups))):
                 answered |= theirs
                 failed += theirs_failed
@@ -197,7 +191,7 @@ class Evaluator:
         return EvalAnswers([answers for answers, _ in in_order], votes, failed)
 
     def _share(
-        self, indices: Sequence[int], groups: Sequence[Group], verifier: str, keep: int
+        self, indices: Sequence[int], groups: Sequence[Group], keep: int
     ) -> dict[int, tuple[list[Answer], float]]:
         """Answers to this rank's problems and their votes, by the problems' indices, for all ranks."""
         tags = self._config.reward.thinking_tags
@@ -208,64 +202,29 @@ class Evaluator:
             ]
             for group in groups
         ]
-        majority = self._vote(answers, verifier).tolist()
+        majority = [vote(of_problem) for of_problem in answers]
         for number, index in enumerate(indices):
             if index >= keep:
                 answers[number] = [dataclasses.replace(answer, text=None) for answer in answers[number]]
         return dict(zip(indices, zip(answers, majority, strict=True), strict=True))
 
-    def _vote(self, groups: Sequence[Sequence[Answer]], verifier: str) -> Floats:
-        def same(pairs: Sequence[Pair]) -> list[bool]:
-            if verifier != MATH:  # another function may need the whole text of an answer
-                return [False] * len(pairs)
-            items = [ScoreItem("", f"\\boxed{{{second}}}", first) for first, second in pairs]
-            return [score.correct for score in self._collectors[verifier].workers.score(items)]
 
-        scored = [[(answer.extracted, answer.score.correct) for answer in of if answer.score] for of in groups]
-        counts = [(sum(right for _, right in of), [text for text, right in of if not right]) for of in scored]
-        shares = votes(counts, same)
-        return np.array([share if of else np.nan for share, of in zip(shares, scored, strict=True)], np.float64)
+def vote(answers: Sequence[Answer]) -> float:
+    """Return the chance that the most frequent answer is right. All right answers are one answer, the label's.
 
-
-def vote(right: int, wrong: Sequence[str], same: set[Pair] | frozenset[Pair] = frozenset()) -> float:
-    """The chance that the most frequent answer is right, where answers that are equally frequent share it evenly.
-
-    All right answers are one answer, the label's. Wrong ones are the same by their text, or by ``same``.
-
-    Args:
-        right: how many right answers there are.
-        wrong: the text of each wrong one; an empty one has no vote.
-        same: pairs of different texts that are the same answer, each in the order of their first appearance.
+    Wrong answers are equal if their texts are. Equally frequent answers share the chance. Empty answers have no vote.
 
     Returns:
-        1, 0, or 1/m where the right answer is one of m that are equally frequent.
+        1, 0, or 1/m if the right answer is one of m that are equally frequent; NaN if no answer could be scored.
     """
-    most: dict[str, int] = {}
-    for text, count in Counter(filter(None, wrong)).items():
-        twin = next((other for other in most if (other, text) in same), text)
-        most[twin] = most.get(twin, 0) + count
-    if right == 0 or right < max(most.values(), default=0):
+    scored = [(answer.extracted, answer.score.correct) for answer in answers if answer.score]
+    if not scored:
+        return math.nan
+    right = sum(correct for _, correct in scored)
+    wrong = Counter(text for text, correct in scored if text and not correct)
+    if right == 0 or right < max(wrong.values(), default=0):
         return 0.0
-    return 1.0 / (1 + sum(count == right for count in most.values()))
-
-
-def votes(problems: Sequence[tuple[int, Sequence[str]]], same: Same) -> list[float]:
-    """``vote`` for each problem, the verifier being asked only where its word can change the outcome.
-
-    Args:
-        problems: of each the number of right answers, and the texts of the wrong ones.
-        same: asked once, for all of them together.
-    """
-    open_ones = [_pairs(right, wrong) for right, wrong in problems]
-    verdicts = iter(same([pair for pairs in open_ones for pair in pairs]))
-    equal = [{pair for pair in pairs if next(verdicts)} for pairs in open_ones]
-    return [vote(right, wrong, pairs) for (right, wrong), pairs in zip(problems, equal, strict=True)]
-
-
-def _pairs(right: int, wrong: Sequence[str]) -> list[Pair]:
-    counts = Counter(filter(None, wrong))
-    decided = right == 0 or right > counts.total() or right < max(counts.values(), default=0)
-    return [] if decided else list(combinations(counts, 2))
+    return 1.0 / (1 + sum(count == right for count in wrong.values()))
 
 
 def temperature_of(config: Config) -> float:
