@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import mean
 from typing import TextIO
 
 import rich.console
+import yaml
 from rich.text import Text
 
 from megatron_dppo.errors import printable
@@ -188,52 +190,10 @@ class LengthGate:
         )
 
 
-PALETTE: Mapping[str, tuple[str, str]] = {
-    "paper": ("#ffffff", "#12171c"),
-    "raised": ("#f5f7f8", "#1a2128"),
-    "ink": ("#1c2730", "#e4eaef"),
-    "soft": ("#5a6873", "#9dabb7"),
-    "rule": ("#dfe4e8", "#2c363f"),
-    "run0": ("#1d5f9e", "#74b3f0"),
-    "run1": ("#b25600", "#f0a35e"),
-    "run2": ("#1b7a53", "#62c79b"),
-    "run3": ("#9c3f88", "#e093cf"),
-    "run4": ("#6f5f14", "#d2bf6a"),
-    "run5": ("#4d5a66", "#b3bfca"),
-    "good": ("#13756a", "#5cc7b8"),
-    "bad": ("#b8432b", "#f08a70"),
-    "slate": ("#4a6076", "#8fa9c2"),
-    "pale": ("#cdd5dc", "#4a5661"),
-    "tan": ("#e7cba8", "#6b5a44"),
-    "orange": ("#d9762b", "#e89a55"),
-    "blue": ("#4c78a8", "#6b9bd0"),
-    "phase-reward": ("#8c7ab8", "#a697d2"),
-    "phase-norms": ("#c9a94f", "#d0b465"),
-    "phase-plan": ("#7d8a97", "#93a0ad"),
-    "phase-deliver": ("#b8b0a4", "#8a8378"),
-    "phase-log-probs": ("#72a98f", "#7cb89b"),
-    "phase-sync": ("#c8553d", "#dc6f57"),
-    "chance1": ("#e5b48c", "#b08059"),
-    "chance2": ("#c9c4bb", "#77736c"),
-    "chance3": ("#8b9aa8", "#8497a9"),
-    "chance4": ("#3d566e", "#b5cbe0"),
-}
-"""Each on light paper and on dark."""
-
-SAME: Mapping[str, str] = {
-    "phase-rollout": "blue",
-    "phase-train": "orange",
-    "phase-other": "pale",
-    "fate0": "slate",
-    "fate1": "orange",
-    "fate2": "tan",
-    "fate3": "blue",
-    "noise0": "pale",
-    "noise1": "blue",
-    "noise2": "orange",
-    "chance0": "orange",
-    "of-limit": "bad",
-}
+_COLOURS = yaml.safe_load(Path(__file__).with_name("palette.yaml").read_text(encoding="utf-8"))
+PALETTE: Mapping[str, tuple[str, str]] = _COLOURS["palette"]
+"""Colours by name: on light paper and on dark."""
+SAME: Mapping[str, str] = _COLOURS["same"]
 """Names for a second use of a colour."""
 
 
