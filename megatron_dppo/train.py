@@ -40,7 +40,7 @@ from megatron_dppo.trainer.collapse import CollapseGuard
 from megatron_dppo.trainer.functions import adopt_functions
 from megatron_dppo.trainer.learner import Learner
 from megatron_dppo.trainer.prompt_sampler import PromptSampler
-from megatron_dppo.trainer.resume import same_prompts
+from megatron_dppo.trainer.resume import PROMPTS, SEGMENTS, is_unchanged
 from megatron_dppo.trainer.run_logger import RunLogger
 
 
@@ -257,7 +257,10 @@ class Trainer:
         try:
             self.version = state.get("version", self.step)
             self.guard.load_state_dict(state)
-            if not self.world.from_leader(lambda: same_prompts(self.folder, self.step, self.config)):
+            same_prompts, same_segments = self.world.from_leader(
+                lambda: [is_unchanged(self.folder, self.step, self.config, keys) for keys in (PROMPTS, SEGMENTS)]
+            )
+            if not same_prompts:
                 return  # run.resume=anyway: of other prompts neither the order nor what was learned of each goes on
             self.sampler.load_state_dict(state)
             steps = read_in_flight(place, self.pool, self.world, self.step)
@@ -266,7 +269,8 @@ class Trainer:
         self.queue.extend(steps)
         for later, rollouts in enumerate(steps):  # each step that is trained before may update the weights
             oldest, routed = self.version + later - self.config.rollout.ahead, self.policy.routing is not None
-            if not all(self.world.gather(rollouts.fit(self.config, oldest=oldest, routed=routed))):
+            fits = same_segments and rollouts.fit(self.config, oldest=oldest, routed=routed)
+            if not all(self.world.gather(fits)):
                 rollouts.restart()
 
 

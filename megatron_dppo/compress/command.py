@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,31 +72,20 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{side}-key", metavar="COLUMN", default=side, help=f"column of {side}s in a file (default: %(default)s)"
         )
     parser.add_argument("--chat-template", action="store_true", help="put a file's prompts in the chat template")
-    parser.add_argument(
+    add_count = partial(parser.add_argument, metavar="N", type=positive(int))
+    add_count(
         "--sequences",
-        metavar="N",
-        type=positive(int),
         default=256,
         help="sequences for the scores; as many other sequences measure the loss (default: %(default)s)",
     )
-    parser.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=positive(int),
-        default=2048,
-        help="truncate sequences to N tokens (default: %(default)s)",
-    )
-    parser.add_argument(
+    add_count("--max-tokens", default=2048, help="truncate sequences to N tokens (default: %(default)s)")
+    add_count(
         "--subnetworks",
-        metavar="N",
-        type=positive(int),
         help="measure Shapley values on N pairs of random halves of the layers "
         "(default: leave out one layer at a time)",
     )
-    parser.add_argument(
+    add_count(
         "--multiple",
-        metavar="N",
-        type=positive(int),
         default=MULTIPLE,
         help="keep a multiple of N units per layer (default: %(default)s; give 128 x layout.tp)",
     )
@@ -108,9 +98,7 @@ def add_compress_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=_parse_seed, default=1, help="of sequences, subnetworks and random scores (default: %(default)s)"
     )
-    parser.add_argument(
-        "--workers", type=positive(int), default=WORKERS, help="threads that write (default: %(default)s)"
-    )
+    add_count("--workers", default=WORKERS, help="threads that write (default: %(default)s)")
     parser.add_argument(
         "--verify",
         action="store_true",

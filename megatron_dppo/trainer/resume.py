@@ -55,6 +55,7 @@ RULES: Mapping[str, Rule] = {
     "rollout.": "free",
     "rollout.temperature": "kept",
     "rollout.roles": "kept",
+    "rollout.tree.": "kept",
     "rollout.conversation": "kept",
     "rollout.prompts_per_step": "kept",
     "reward.": "kept",
@@ -80,6 +81,8 @@ RULES: Mapping[str, Rule] = {
   optimizer's state do not fit."""
 PROMPTS = ("data.", "run.seed", *(f"model.path: {pattern.rstrip('*')}" for pattern in TOKENIZER_FILES))
 """Settings and files that decide the order of the prompts and each prompt's history."""
+SEGMENTS = ("rollout.roles", "rollout.tree.")
+"""Settings that decide the segments of a completion, and the completions that share them."""
 PLACES = ("model.path", "model.checkpoint", "loss.distillation.teacher", "data.train", "data.rollouts", "data.eval")
 """Beginnings of settings that name files and folders, which have several names."""
 OF_THE_START = ("run.dir", "run.resume")
@@ -178,9 +181,9 @@ def _differs(file: Change) -> bool:
     return bool(file.before != file.now) and not unknown
 
 
-def same_prompts(folder: Path, step: int, config: Config) -> bool:
-    """Whether the run goes on with the prompts, and the draws, that it had."""
-    return not any(change.key.startswith(PROMPTS) for change in changed_since(folder, step, config))
+def is_unchanged(folder: Path, step: int, config: Config, keys: tuple[str, ...]) -> bool:
+    """Return whether the settings and files with these beginnings are those of the run's steps up to ``step``."""
+    return not any(change.key.startswith(keys) for change in changed_since(folder, step, config))
 
 
 def check_resume(config: Config, given: Mapping[str, str | None] | None = None) -> None:

@@ -55,6 +55,8 @@ def one_rank(size: int, rank: int) -> Iterator[None]:
     """A process group of ``size`` ranks. Only ``rank`` runs; every other rank sends the same objects."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from megatron_dppo.parallel.world import World
+
     new_group = dist.new_group
 
     def group(ranks: list[int] | None = None, timeout: object = None, backend: object = None, **more: Any) -> Any:
@@ -74,12 +76,15 @@ def one_rank(size: int, rank: int) -> Iterator[None]:
     ) -> None:
         scatter_object_output_list[0] = scatter_object_input_list[0] if scatter_object_input_list else None
 
+    def alone(world: object, make: Callable[[], Any]) -> Any:
+        return make()
+
     silent = ("broadcast_object_list", "barrier", "monitored_barrier")
     answers: dict[str, Any] = dict.fromkeys(silent, lambda *args, **kwargs: None)
     answers |= {"all_gather_object": gather, "gather_object": gather_on_one, "scatter_object_list": scatter}
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with mock.patch.multiple(dist, new_group=group, **answers):
+        with mock.patch.multiple(dist, new_group=group, **answers), mock.patch.object(World, "from_leader", alone):
             yield
     finally:
         dist.destroy_process_group()

@@ -26,7 +26,7 @@ from megatron_dppo.trainer.fingerprints import (
     functions_without_text,
     weight_digests,
 )
-from megatron_dppo.trainer.resume import check_resume, record, same_prompts
+from megatron_dppo.trainer.resume import PROMPTS, check_resume, is_unchanged, record
 from megatron_dppo.trainer.writer import FILES
 from tests.trainer.test_preflight import write_marks
 
@@ -116,7 +116,7 @@ def test_changed_file_is_refused_and_named(
     assert caught.value.problem.splitlines()[1:] == [said]
     anyway = replace(config, run=replace(config.run, resume="anyway"))
     check_resume(anyway)
-    assert same_prompts(tmp_path / "run", 3, anyway) is not prompts, "other prompts begin a new order"
+    assert is_unchanged(tmp_path / "run", 3, anyway, PROMPTS) is not prompts, "other prompts begin a new order"
 
 
 def test_files_written_again_are_the_same(config: Config, tmp_path: Path) -> None:

@@ -18,16 +18,18 @@ from megatron_dppo.trainer.preflight import preflight
 from megatron_dppo.trainer.resume import (
     HISTORY,
     IN_FORCE,
+    PROMPTS,
     RULES,
+    SEGMENTS,
     WARM_UP,
     changed_since,
     check_resume,
     check_warm_up,
+    is_unchanged,
     read_history,
     record,
     record_warm_up,
     rule_of,
-    same_prompts,
 )
 from tests.ranks import RankPool
 from tests.small_runs import live, rows, small_run, write_run
@@ -49,6 +51,7 @@ def saved(tmp_path: Path) -> Path:
 KEPT = (
     "model.path=other", "data.train=other.jsonl", "reward.function=exact", "loss.name=gspo",
     "pruning.completions.keep=0.3", "rollout.temperature=0.7", "run.seed=2", "rollout.conversation=a:b",
+    "rollout.tree.baseline=depth",
 )  # fmt: skip
 
 
@@ -202,7 +205,17 @@ def test_settings_without_end_are_none(name: str, text: str, tmp_path: Path) -> 
 def test_other_prompts_begin_a_new_order(tmp_path: Path) -> None:
     record(tmp_path, 0, config_of(tmp_path))
     for override, same in (("loss.name=gspo", True), ("data.arithmetic.seed=3", False), ("run.seed=3", False)):
-        assert same_prompts(tmp_path, 3, config_of(tmp_path, override)) == same
+        assert is_unchanged(tmp_path, 3, config_of(tmp_path, override), PROMPTS) == same
+
+
+def test_groups_of_another_tree_are_other_groups(tmp_path: Path) -> None:
+    def tree(roots: int, children: int) -> Config:
+        return config_of(
+            tmp_path, f"rollout.tree.branches=[{{at: 2, children: {children}}}]", f"rollout.tree.roots={roots}"
+        )
+
+    record(tmp_path, 0, tree(4, 2))
+    assert [is_unchanged(tmp_path, 3, config, SEGMENTS) for config in (tree(4, 2), tree(2, 4))] == [True, False]
 
 
 def test_policy_after_sft_is_not_warmed_up_again(tmp_path: Path) -> None:
