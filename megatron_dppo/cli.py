@@ -23,7 +23,7 @@ from megatron_dppo.evaluation.options import MODEL, add_eval_arguments, eval_set
 from megatron_dppo.process.files import too_few_files
 from megatron_dppo.process.guard import run_guarded
 from megatron_dppo.process.lifetime import MARKER, exit_process
-from megatron_dppo.process.streams import escape_unencodable, tell
+from megatron_dppo.process.streams import escape_unencodable, quieten, tell
 from megatron_dppo.settings import as_yaml, load_whole, nearest
 
 COMMANDS = {
@@ -79,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns the exit code: 2 for a mistake that the user can mend, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     escape_unencodable()
+    quieten()
     try:
         return _run(arguments)
     except (UserError, MistakesError) as error:

@@ -32,7 +32,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import DirectoryKind, check_replaceable, in_place
-from megatron_dppo.process.streams import GB, quieten
+from megatron_dppo.process.streams import GB
 
 CONVERTED = DirectoryKind("converted checkpoint", f"{RELEASE}/{FORMAT}", (RELEASE, HF_FOLDER, TRACKER))
 
@@ -209,7 +209,6 @@ def _verify(chosen: argparse.Namespace, checkpoint: Path, hf: Path, shape: Polic
         digest = compare_tensors(policy, hf, shape, written=dtype, workers=chosen.workers)
     print(f"every tensor is the same in both forms, read again from the disk (sha256 of all: {digest})")
     if chosen.verify == "all":
-        quieten()
         difference = compare_logits(checkpoint, hf, shape, logits_dtype(shape, dtype), written=dtype)
         print(f"logits of both models differ by at most {difference:.2g} of their standard deviation")
 

@@ -27,7 +27,7 @@ from megatron_dppo.errors import UserError
 from megatron_dppo.hub import policy_folder
 from megatron_dppo.models.shape import PolicyShape, read_shape
 from megatron_dppo.process.files import check_replaceable, in_place
-from megatron_dppo.process.streams import progress, quieten
+from megatron_dppo.process.streams import progress
 
 Sequences = Sequence[WorkedAnswer]
 
@@ -123,7 +123,6 @@ def compress(chosen: argparse.Namespace) -> int:
     Raises:
         UserError: naming the option, with ``OUT`` unchanged.
     """
-    quieten()
     source = policy_folder(str(chosen.source), "MODEL")
     with naming("MODEL"):
         shape = read_shape(source)
