@@ -24,9 +24,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return {False: write_policy(folder / "dense", tied=True, layers=2), True: folder / "experts"}
 
 
-def test_experts_are_clipped_by_the_norm_of_all_gradients(ranks: RankPool, paths: dict[bool, Path]) -> None:
+@pytest.mark.parametrize("distributed", [True, False])
+def test_experts_are_clipped_by_the_norm_of_all_gradients(
+    distributed: bool, ranks: RankPool, paths: dict[bool, Path]
+) -> None:
     """Adam with eps = 1 and rate 1 moves weights by small gradients themselves."""
-    config = config_for(paths[True], LayoutConfig(ep=2, dp=2), LossConfig(), 64, distributed=True)
+    config = config_for(paths[True], LayoutConfig(ep=2, dp=2), LossConfig(), 64, distributed=distributed)
     config = replace(config, optimizer=replace(config.optimizer, clip_grad=1e-3))
     (metrics, moved, _), _ = ranks.run(2, update, config, 1.0)
     norm = sum(float(by.double().square().sum()) for by in moved.values()) ** 0.5
