@@ -70,6 +70,19 @@ def test_pack_of_two_samples_written_out() -> None:
     )
 
 
+def test_pack_of_one_prompt_with_two_responses_written_out() -> None:
+    pack = pack_of(sample(2, 3), sample(2, 2, response_ids=np.array([200, 201], np.int32), shared=2), capacity=8)
+    check(
+        pack,
+        token_ids=[0, 1, 100, 101, 102, 200, 201, 0],
+        position_ids=[0, 1, 2, 3, 4, 2, 3, 0],
+        cu_seqlens=[0, 2, 5, 7, 8],
+        predictors=[1, 2, 3, 1, 5],
+        parents=[-1, 0, 0, -1],
+        tokens=[2, 3, 2, 1],
+    )
+
+
 def test_given_tokens_are_read_and_not_trained_on() -> None:
     """Advantages may differ by token, as those of segments do."""
     mask, advantage = np.array([True, False, False, True]), np.array([0.5, 9.0, 9.0, -0.5])
