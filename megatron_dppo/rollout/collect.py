@@ -7,7 +7,7 @@ calls, so that servers can work while the trainer does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron_dppo.rl.score import Score, count_failures, tracebacks
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.sequences import check_sequences, longest_response
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Selection, StepMetadata
-from megatron_dppo.rollout.engine import RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import GroupScoring, check_failures, failed_scores, scored_group
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
@@ -97,18 +97,14 @@ class Collector:
         Raises:
             UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
         """
-        selection, rollout = rollouts.selection, self._config.rollout
-        assert rollouts.prompts is not None, "they are requested first"
-        total = len(selection.prompt_ids) * rollout.samples_per_prompt
-        if (offline := self._offline) is not None:
-            held = [(prompt, offline[prompt.id]) for prompt in rollouts.prompts]
-            answers = self._read([scored_group(prompt, of.completions, of.scores) for prompt, of in held])
-        else:
-            answers = self.answers(rollouts.prompts, rollouts.pending, of_all=total)
-        self._world.together(lambda: self._check(answers), what="look at the rollouts")
-        part, groups = self._share(answers, selection.inclusion[self._mine(selection)])
-        parts, failures = zip(*self._world.gather((part, failed_scores(answers))), strict=True)
-        failed = [score for of_rank in failures for score in of_rank]
+        selection, prompts = rollouts.selection, rollouts.prompts
+        assert prompts is not None, "they are requested first"
+        total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
+        inclusion = selection.inclusion[self._mine(selection)]
+        completions, score = self._completions(prompts, rollouts.pending, of_all=total)
+        part, groups, failures = self._world.together(lambda: self._share(score(completions), inclusion), what="scores")
+        parts, all_failures = zip(*self._world.gather((part, failures)), strict=True)
+        failed = [failure for of_rank in all_failures for failure in of_rank]
         check_failures(self._config.reward, failed, total)
         metadata = gather_metadata(parts, window=_window_left(selection, parts))
         dropped = len(selection.prompt_ids) - len(metadata.prompt_ids)
@@ -150,36 +146,39 @@ class Collector:
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
         left unscored: :func:`check_failures` is then about to stop the run.
         """
+        completions, score = self._completions(prompts, pending, of_all=of_all)
+        return self._world.together(lambda: score(completions), what="scores")
+
+    def _completions(
+        self, prompts: Sequence[Prompt], pending: Any, *, of_all: int
+    ) -> tuple[Completions, Callable[[Completions], list[Group]]]:
+        """Wait for completions and teachers, while completions are scored. Collective.
+
+        Returns:
+            The completions of each prompt, and the local function that finishes the scores.
+        """
+        query = TeacherQuery(self._teachers, prompts)
+        if (offline := self._offline) is not None:
+            held = [offline[prompt.id] for prompt in prompts]
+            completions = [group.completions for group in held]
+            scores = [group.scores for group in held]
+            return query.finish(completions, self._world), lambda read: list(map(scored_group, prompts, read, scores))
         most_failures = math.floor(self._config.reward.max_failures * of_all)
         scoring = GroupScoring(self.workers, self._tokenizer, prompts, most_failures)
-        reading = TeacherQuery(self._teachers, prompts)
 
         def look(complete: Iterable[tuple[int, tuple[Completion, ...]]]) -> bool:
             groups = list(complete)
-            reading.look(groups)
+            query.look(groups)
             return scoring.look(groups)
 
         try:
-            completions = self._engine.finish(pending, look)
+            return query.finish(self._engine.finish(pending, look), self._world), scoring.finish
         except BaseException:
             scoring.abandon()
-            reading.abandon()
+            query.abandon()
             raise
-        return self._read(self._world.together(lambda: scoring.finish(completions), what="scores"), reading)
-
-    def _read(self, answers: list[Group], begun: TeacherQuery | None = None) -> list[Group]:
-        """The answers as their teachers have read them; what has been ``begun`` of that is gone on with. Collective."""
-        if self._teachers is None:
-            return answers
-        reading = begun or TeacherQuery(self._teachers, [group.prompt for group in answers])
-        read = reading.finish([group.completions for group in answers], self._world)
-        return [replace(group, completions=completions) for group, completions in zip(answers, read, strict=True)]
 
     def _check(self, answers: Sequence[Group]) -> None:
-        """
-        Raises:
-            UserError: a completion is not what the settings ask for.
-        """
         rollout = self._config.rollout
         if rollout.conversation or rollout.engine_function:  # others make one sequence
             prompts, completions = [group.prompt for group in answers], [group.completions for group in answers]
@@ -218,8 +217,13 @@ class Collector:
             problem = f"gave a reward to the role {unknown!r}, and rollout.roles has {', '.join(roles)}"
             raise UserError("reward.function", function, problem, "Call roles as they are called there")
 
-    def _share(self, answers: Sequence[Group], inclusions: Floats) -> tuple[StepMetadata, list[Group]]:
-        """The groups of this rank whose scoring did not fail, with penalties, and their metadata."""
+    def _share(self, answers: Sequence[Group], inclusions: Floats) -> tuple[StepMetadata, list[Group], list[Score]]:
+        """Return the metadata of this rank's groups, the groups with penalties, and the failed scores of other groups.
+
+        Raises:
+            UserError: a completion is not what the settings ask for.
+        """
+        self._check(answers)
         rollout, groups, inclusion = self._config.rollout, [], []
         numbers: list[list[Mapping[str, float]]] = []
         of_roles: list[Floats] = []
@@ -236,7 +240,8 @@ class Collector:
                 of_roles.append(np.array(by_role) + penalty[:, None])
         shape = rollout.samples_per_prompt, rollout.segments, self._world.rank
         distillation = self._config.loss.distillation
-        return metadata_of(groups, np.array(inclusion), *shape, distillation, of_roles, numbers), groups
+        part = metadata_of(groups, np.array(inclusion), *shape, distillation, of_roles, numbers)
+        return part, groups, failed_scores(answers)
 
     def _penalty(self, prompt: Prompt, completions: Sequence[Completion]) -> np.ndarray:
         limit, buffer = self._config.rollout.max_response_tokens, self._config.reward.overlong_buffer

@@ -209,6 +209,8 @@ class TeacherQuery:
         Raises:
             UserError: on every rank; a server has not said it.
         """
+        if self._servers is None:
+            return completions
         self.look((place, group) for place, group in enumerate(completions) if place not in self._asked)
         asked = [future for each in self._asked.values() for future in each]
         while any(world.gather(bool(wait(asked, EXCHANGE_S).not_done))):
