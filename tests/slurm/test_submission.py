@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
@@ -51,3 +52,10 @@ def test_a_mistake_ends_the_job_before_anything_starts(
     job = submit.heterogeneous(*words.split(), **environ)
     assert job.wait(SOON_S) == 2, job.text()
     assert reason in job.text() and "starting" not in job.text()
+
+
+def test_a_servers_node_without_the_engine_ends_the_job_before_a_rank_starts(submit: Submitter) -> None:
+    job = submit.heterogeneous("rollout.servers=slurm", "rollout.engine=sglang", SERVER_PYTHON=sys.executable)
+    assert job.wait(SOON_S) == 2, job.text()
+    facts = (f"error: SERVER_PYTHON = {sys.executable}", "has no package sglang", "n2: task 0: Exited with exit code 2")
+    assert all(fact in job.text() for fact in facts) and "starting" not in job.text(), job.text()
