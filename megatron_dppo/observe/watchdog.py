@@ -124,14 +124,17 @@ class Watchdog:
         if phase not in UNLIMITED and self._world.size > 1:
             return  # the leader compares all ranks there
         still = time.monotonic() - since
-        if still < (self._late_s if phase in UNLIMITED else self._stuck_s) or self._waits_for_ranks():
+        limit_s = self._late_s if phase in UNLIMITED else self._stuck_s
+        if phase in ("rollout", "eval"):
+            limit_s = min(limit_s, self._end_s)
+        if still < limit_s or self._waits_for_ranks():
             return
         stack, rank = self._stack(), self._world.rank
         if since > self._spoken_of:
             self._spoken_of = since
             who = f"{rank} on {socket.gethostname()}"
             tell("\n".join(_paragraph(who, phase, still, "", stack)))
-        if still > self._end_s and phase in UNLIMITED:
+        if still >= self._end_s and phase in UNLIMITED:
             problem = f"rank {rank} has stood still for so long in {phase or 'no phase'}, at:\n{stack.rstrip()}"
             remedy = "Mend what hangs there, or raise rollout.timeout_s"
             hung = UserError("rollout.timeout_s", f"{self._world.timeout_s:g}", problem, remedy)

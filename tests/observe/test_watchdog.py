@@ -32,11 +32,13 @@ AT = Heartbeat(number=9, entered=5, phase="actor_train", still_s=0.1, host="n1")
 
 
 @contextlib.contextmanager
-def watched(size: int, *, timeout_s: float = 30.0, still_s: float = LATE_S) -> Iterator[tuple[Any, ...]]:
+def watched(
+    size: int, *, timeout_s: float = 30.0, still_s: float = LATE_S, late_s: float = LATE_S
+) -> Iterator[tuple[Any, ...]]:
     """Return the world, its timers and the file of a watchdog's words."""
     world = initialize(LayoutConfig(dp=size), seed=1, timeout_s=timeout_s)
     timers, said = PhaseTimers(), io.StringIO()
-    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, LATE_S, still_s)):
+    with contextlib.redirect_stderr(said), closing(Watchdog(world, timers, late_s, still_s)):
         yield world, timers, said
 
 
@@ -115,10 +117,10 @@ def test_silent_rank_is_late() -> None:
     assert late_ranks([waiting, AT, waiting], [0.1, 0.1, 3.0], 1.0, 5.0) == [2]
 
 
-def stand_still(rank: int, size: int, phase: str) -> tuple[str, str]:
+def stand_still(rank: int, size: int, phase: str, late_s: float) -> tuple[str, str]:
     """Rank 0 runs code that never returns, in a call that no exception interrupts; others wait for it."""
     raised = ""
-    with watched(size, timeout_s=4 * LATE_S, still_s=60.0) as (world, timers, said):
+    with watched(size, timeout_s=4 * LATE_S, still_s=60.0, late_s=late_s) as (world, timers, said):
         try:
             with timers(phase) if phase else contextlib.nullcontext():
                 world.together(partial(never_return, rank), what="rollouts")
@@ -129,12 +131,12 @@ def stand_still(rank: int, size: int, phase: str) -> tuple[str, str]:
 
 def never_return(rank: int) -> None:
     if rank == 0:
-        time.sleep(600.0)
+        time.sleep(60.0)
 
 
-@pytest.mark.parametrize(("size", "phase"), [(1, ""), (2, "rollout")])
-def test_code_without_a_return_is_named_and_ended(ranks: RankPool, size: int, phase: str) -> None:
-    outcomes = ranks.run(size, stand_still, phase)
+@pytest.mark.parametrize(("size", "phase", "late_s"), [(1, "", LATE_S), (2, "rollout", LATE_S), (1, "eval", 900.0)])
+def test_code_without_a_return_is_named_and_ended(ranks: RankPool, size: int, phase: str, late_s: float) -> None:
+    outcomes = ranks.run(size, stand_still, phase, late_s)
     assert outcomes[0][0].count("late: rank 0 on ") == 1
     assert f"in {phase or 'no phase'} for" in outcomes[0][0] and "never_return" in outcomes[0][0]
     for said, raised in outcomes:  # the leader's error is everyone's
