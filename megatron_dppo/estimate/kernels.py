@@ -352,7 +352,7 @@ def _product(
     """
     width = WEIGHT_BYTES[dtype] if dtype else setup.width
     size = width * (rows * inner + inner * columns) + (width if written is None else written) * rows * columns
-    product = (round(rows), round(columns)) if tiled else None
+    product = (max(round(rows), 1), max(round(columns), 1)) if tiled else None
     return kernel_seconds(setup, 2.0 * rows * columns * inner, size, dtype=dtype, product=product)
 
 

@@ -11,7 +11,7 @@ from megatron_dppo.estimate.search import search
 from megatron_dppo.estimate.time import VARIANCES, _decode_step, measured_variance
 from megatron_dppo.settings import load_config
 from tests.docs.documents import ROOT, text_of
-from tests.estimate.planned import of, plan, setup
+from tests.estimate.planned import SMALL, of, plan, setup
 
 ARMS = {
     (1.0, 0.5): "completions 0.5 alone",
@@ -45,6 +45,12 @@ def test_efficiency_compares_with_a_batch_of_equal_noise() -> None:
     assert made.efficiency[0] == pytest.approx(smaller.pruned.seconds / made.pruned.seconds)
     unpruned = plan(*off)
     assert unpruned.variance == (1.0, 1.0) and unpruned.efficiency == (1.0, 1.0)
+
+
+def test_a_step_of_fewer_tokens_than_ranks_has_a_plan() -> None:
+    short = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=1")
+    made = plan(*short, "cluster.nodes=64", file=SMALL)
+    assert made.actor.fits and 0.0 < made.pruned.seconds < 10.0
 
 
 def test_unmeasured_rules_have_no_efficiency() -> None:
