@@ -26,6 +26,7 @@ PRIVATE = (
     "loss.distillation.teachers={math: http://u:pw@10.1.2.3:3, code: /home/somebody/coder}",
     "data.eval={hard: ~/secret place/hard.jsonl}",
     "reward.function=/home/somebody/reward.py:score",
+    "loss.objective=secret place/clip.py:clip",
     "rollout.engine=sglang",
     "rollout.servers=[http://10.1.2.3:30000]",
     "rollout.launch.env=[HF_TOKEN=hf_abc]",
@@ -62,6 +63,7 @@ def test_an_export_is_the_last_checkpoint_with_a_card(run: Path, tmp_path: Path)
     for row in (
         "`loss.name` | `dapo`",
         "`reward.function` | `reward.py:score`",
+        "`loss.objective` | `clip.py:clip`",
         "`model.path` | `Qwen3-4B`",
         "`data.chat_template_kwargs` | `{'auth': '…', 'enable_thinking': False}`",
     ):

@@ -34,6 +34,8 @@ SHOWN = ("run.seed", "run.steps", "model.", "layout.", "data.", "reward.function
 TAG = "megatron-dppo"
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """Pattern of a model's name on the hub."""
+FUNCTION = re.compile(r"\.py(:[\w.]+)?$")
+"""End of a setting that names a function in a file."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 
 
@@ -184,7 +186,7 @@ def _without_place(key: str, value: str) -> str:
     """A name in the place of a path."""
     if is_server(value):
         return "a server"
-    named = key.startswith(PLACES) or key.endswith(".function") or value.startswith(("/", "~", "."))
+    named = key.startswith(PLACES) or FUNCTION.search(value) or value.startswith(("/", "~", "."))
     return _name(value) if named or ("/" in value and (" " not in value or Path(value).exists())) else value
 
 
