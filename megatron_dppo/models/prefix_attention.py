@@ -16,9 +16,9 @@ behind it are called.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,11 +55,12 @@ class Round:
     """Whether the n-th query of a stretch sees its first n keys only. It has as many queries as keys then."""
 
     def to(self, device: torch.device) -> Round:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                values[name] = value.to(device, non_blocking=True)
-        return Round(**values)
+        tensors: dict[str, Any] = {
+            field.name: value.to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **tensors)
 
     def query_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.queries is None else tensor.index_select(0, self.queries)
@@ -72,35 +73,23 @@ Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q queries [q, heads, head_dim], and k keys and k values [k, key-value heads, head_dim]; or their gradients."""
 
 
-class Kernel(Protocol):
-    """Attention of a round over its rows of ``read``."""
-
-    def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention outputs, [q, heads, head_dim], and log-sum-exps, [q, heads] fp32 (fp64 of fp64)."""
-        ...
-
-    def backward(
-        self, gradient: torch.Tensor, read: Read, out: torch.Tensor, total: torch.Tensor, over: Round, scale: float
-    ) -> Read:
-        """The gradients of ``read``: the share of these stretches in that of a softmax over more keys, if ``out`` and
-        ``total`` are what came of all of them."""
-        ...
-
-
-def kernel_for(query: torch.Tensor) -> Kernel:
+def kernel_for(query: torch.Tensor) -> FlashOnGpu | FlashOnCpu:
     return FlashOnGpu() if query.device.type == "cuda" else FlashOnCpu()
 
 
 class FlashOnGpu:
-    """FlashAttention 2, in half precision. One call takes all stretches."""
+    """FlashAttention 2, in half precision. One call takes all stretches of a round."""
 
     def forward(self, read: Read, over: Round, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return attention outputs, [q, heads, head_dim], and log-sum-exps, [q, heads] fp32 (fp64 of fp64)."""
         out, total, *_ = aten._flash_attention_forward(*read, *self._where(over), 0.0, over.causal, False, scale=scale)
         return out, total.t()
 
     def backward(
         self, gradient: torch.Tensor, read: Read, out: torch.Tensor, total: torch.Tensor, over: Round, scale: float
     ) -> Read:
+        """Return the gradients of ``read``: the part of these stretches in the gradient of a softmax over more keys, if
+        ``out`` and ``total`` are of all of the keys."""
         undrawn = torch.empty(2, dtype=torch.uint64, device=out.device)  # the seed of a dropout that there is not
         gradients: Read = aten._flash_attention_backward(
             gradient.contiguous(),

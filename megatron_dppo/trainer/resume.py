@@ -27,7 +27,8 @@ from megatron_dppo import __version__
 from megatron_dppo.bridge.checkpoint_folder import iteration_name, latest_checkpoint, step_of
 from megatron_dppo.config import Config
 from megatron_dppo.config.loss import is_server
-from megatron_dppo.config.types import MOST_LEVELS, Loader
+from megatron_dppo.config.types import Loader
+from megatron_dppo.data.rows import is_too_deep
 from megatron_dppo.data.stored import TOKENIZER_FILES
 from megatron_dppo.errors import UserError
 from megatron_dppo.observe.private import has_secrets, public, public_text
@@ -248,18 +249,9 @@ def _entry(line: str) -> SettingsRecord | None:
     try:
         row = json.loads(line)
         entry = SettingsRecord(int(row["step"]), dict(row["settings"]))
-        return None if _nests_deep(entry.settings) else entry
+        return None if is_too_deep(row) else entry
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-
-
-def _nests_deep(settings: Settings) -> bool:
-    """Return whether a value nests deeper than a file of settings may."""
-    parts: list[Any] = [*settings.values()]
-    for _ in range(MOST_LEVELS):
-        nested = [part.values() if isinstance(part, dict) else part for part in parts if isinstance(part, dict | list)]
-        parts = [part for each in nested for part in each]
-    return bool(parts)
 
 
 def _same_copy(one: Any, other: Any) -> bool:

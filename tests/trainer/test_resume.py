@@ -194,7 +194,7 @@ def test_torn_history_is_read_to_the_last_whole_line(tmp_path: Path) -> None:
         (IN_FORCE, "run: &a {x: *a}"),
         (IN_FORCE, "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, 40))),
         (HISTORY, '{"step": 0, "settings": ' + '{"a":' * 100_000),
-        (HISTORY, '{"step": 0, "settings": {"a": ' + '{"a":' * 40 + "1" + "}" * 42),
+        (HISTORY, '{"step": 0, "settings": {"a": ' + '{"a":' * 100 + "1" + "}" * 102),
         (HISTORY, '{"step": 1e400, "settings": {}}'),
     ],
 )
