@@ -22,8 +22,8 @@ Seconds = AboveZero
 Keep = Fraction | Literal["auto"]
 Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
-Pool = Annotated[int, Ge(1), Le(10_000_000)]
-"""Problems that are made one by one."""
+Pool = Annotated[int, Ge(1), Le(1_000_000)]
+"""Number of problems that are made one by one: a million takes a minute."""
 
 Command = Literal["train", "sft", "eval", "probe-batch", "serve"]
 """Command that settings are checked for."""

@@ -33,7 +33,7 @@ from megatron_dppo.settings import settings
 from megatron_dppo.trainer.collapse import Best
 from megatron_dppo.trainer.fingerprints import functions_without_text
 from megatron_dppo.trainer.learner import bound_of_weights
-from megatron_dppo.trainer.resume import changed_since, flat, record
+from megatron_dppo.trainer.resume import HISTORY, changed_since, flat, read_history, record
 
 WIDEST = 100
 """Characters of an answer that the console shows: its end, where the result stands."""
@@ -66,6 +66,8 @@ class RunLogger:
             done = f"{step} steps are done, and run.steps = {config.run.steps}: nothing is left to train"
             self._console.note(f"{done}; with more run.steps the run goes on")
             return
+        if step and not read_history(self._folder):
+            self._console.note(f"{HISTORY} cannot be read: changes of settings since step {step} are unknown")
         self._folder.mkdir(parents=True, exist_ok=True)
         record(self._folder, step, config)
         self._log = MetricsLog(

@@ -73,6 +73,18 @@ def test_run_resumes_or_names_the_damaged_file(name: str, whole: Path, tmp_path:
             assert (folder / name).read_bytes() == (whole / name).read_bytes(), kind
 
 
+def test_unreadable_settings_of_earlier_steps_are_named(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    write_files(folder, 2)
+    assert "cannot be read" not in capsys.readouterr().out
+    for name in ("config_history.jsonl", "config.yaml"):
+        (folder / name).write_text("{")
+    write_files(folder, 2)
+    assert "config_history.jsonl cannot be read" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "answers.jsonl"])
 def test_malformed_row_is_refused_with_line(name: str, whole: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(whole, tmp_path / "run")
