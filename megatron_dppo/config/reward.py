@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
+from annotated_types import Le
 from pydantic import field_validator
 
 from megatron_dppo.config.types import Count, Positive, Seconds, Section, Share, each_once
@@ -35,7 +37,7 @@ class RewardConfig(Section):
     timeout_s: Seconds = 10.0
     """Seconds of processor time for scoring one completion, and ten times as many on the clock, for functions that wait
     or have other processes compute; past either the worker is killed and the group leaves the step."""
-    workers: Positive = 1
+    workers: Annotated[Positive, Le(1024)] = 1
     """Worker processes per rank that generates."""
     concurrency: Positive = 32
     """Completions that a worker process awaits at once, if the reward function is written ``async def``, as one that

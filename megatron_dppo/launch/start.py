@@ -37,6 +37,9 @@ from megatron_dppo.trainer.preflight import (
     tokenise_data,
 )
 
+MOST_WITHOUT_GPUS = 256
+"""Ranks on one machine without a GPU: more are a layout for a cluster, and would take the machine's memory."""
+
 
 def run(command: Command, config: Config, options: Options = NO_OPTIONS) -> int:
     """Run a command to its end and return the exit code of the process.
@@ -106,11 +109,11 @@ def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
         reserved: GPUs that are left to the servers that the run starts, if this machine has GPUs at all.
 
     Raises:
-        UserError: if this machine has GPUs, but fewer than the layout needs.
+        UserError: if this machine has GPUs, but fewer than the layout needs; or none, for a layout of a cluster.
     """
     least, gpus = layout.least_ranks, count_gpus()
     ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max((gpus - reserved) // least, 1)
-    if 0 < gpus < ranks + reserved:
+    if ranks + reserved > (gpus or MOST_WITHOUT_GPUS):
         servers = f" and its servers {reserved}" if reserved else ""
         problem = f"needs {ranks} GPUs{servers}, and this machine has {gpus}"
         remedy = "Lower the layout, or start the ranks on several machines with torchrun or srun"
@@ -146,7 +149,7 @@ def start_ranks(
         marker, settings = Path(folder, "failure"), Path(folder, "config.yaml")
         settings.write_text(as_yaml(config), encoding="utf-8")
         command = [sys.executable, "-m", "megatron_dppo.launch.rank", job, str(settings), json.dumps(options)]
-        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+        threads = os.environ.get("OMP_NUM_THREADS", str(usable_cores() // ranks or 1))
         ours = {MARKER: str(marker), LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": threads}
         code = run_ranks(command, {**os.environ, **ours}, ranks, failure := FirstFailure(marker), meanwhile)
         if code:
@@ -182,7 +185,7 @@ def usable_cores() -> int:
     if quota.is_file():
         most, period = quota.read_text().split()
         if most != "max":
-            cores = min(cores, max(1, round(int(most) / int(period))))
+            cores = min(cores, round(int(most) / int(period)) or 1)
     return cores
 
 

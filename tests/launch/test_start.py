@@ -178,6 +178,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
         ("tp=2 dp=1", 8, 0, 2),
         ("tp=2", 8, 3, 4),
         ("tp=4", 8, 5, "needs 4 GPUs and its servers 5, and this machine has 8"),
+        ("tp=2 dp=1000000000", 0, 0, "needs 2000000000 GPUs, and this machine has 0"),
     ],
 )
 def test_the_layout_decides_the_number_of_ranks(
