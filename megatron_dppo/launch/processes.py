@@ -20,7 +20,7 @@ from types import FrameType
 
 from megatron_dppo.parallel.meeting import LISTENER, LOOPBACK, listen
 from megatron_dppo.process import lifetime
-from megatron_dppo.process.guard import cut_short
+from megatron_dppo.process.guard import cut_short, ended_by
 from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import tell
 
@@ -99,7 +99,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure, 
             if code == lifetime.SAVED:
                 _wait(processes, GRACE_S)  # the others have saved as well, and are closing what they hold
             return code
-        if all(code == 0 for code in codes.values()):
+        if None not in codes.values():
             return _check_ends(failure, ranks=len(processes))
         before = now
         meanwhile()
@@ -132,8 +132,7 @@ def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived:
         return spoken
     killed = {rank: number for rank, number in killed.items() if number != signal.SIGABRT} or killed
     for rank, number in killed.items():
-        hint = " (was the machine out of memory?)" if number == signal.SIGKILL else ""
-        failure.say(f"error: rank {rank} was ended by {signal.Signals(number).name}{hint}")
+        failure.say(ended_by(f"rank {rank}", number))
     if killed:
         return 128 + next(iter(killed.values()))
     rank, code = next(iter(failed.items()))
@@ -154,7 +153,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0.0))
+            process.wait(deadline - time.monotonic())
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def prepare_environment(config: Config) -> None:
 
 def is_rank() -> bool:
     """Whether torchrun or srun started this process, or the launcher."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def ranks_to_start(command: Command, config: Config) -> int:
@@ -225,8 +225,8 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
 
 def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[str, str]:
     """Name the nodes of ``cluster.server_nodes`` where no Slurm job names them, as on a login node."""
-    nodes, wanted = config.cluster.server_nodes, config.rollout.served and config.rollout.servers == "slurm"
-    if not wanted or not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
+    nodes = config.cluster.server_nodes if config.rollout.served and config.rollout.servers == "slurm" else 0
+    if not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
         return environ
     tell(
         f"note: no Slurm job here: cluster.server_nodes = {nodes} is assumed; the job checks its own nodes for servers"
@@ -257,18 +257,17 @@ def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
         "MASTER_PORT": str(FIRST_PORT + (job * 17 + step) % PORTS),
         "OMP_NUM_THREADS": str(_cores(environ)),
     }
-    if "MASTER_ADDR" not in environ:
-        ours["MASTER_ADDR"] = _first_host(environ)
     return {name: value for name, value in ours.items() if name not in environ}
 
 
 def _cores(environ: Mapping[str, str]) -> int:
     """This task's share of the cores of a node."""
     tasks = int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition(",")[0].partition("(")[0])  # 8(x4),2
-    return max(1, int(environ.get("SLURM_CPUS_ON_NODE", "1")) // tasks)
+    return int(environ.get("SLURM_CPUS_ON_NODE", "1")) // tasks or 1
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

@@ -10,13 +10,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NoReturn
 
 from megatron_dppo.process.lifetime import ENDING, SIGNAL, adopt_orphans, die_with, end_children, exit_process
 from megatron_dppo.process.streams import tell
-
-END = b"ended"
 
 
 def run_guarded(command: Callable[[], int]) -> NoReturn:
@@ -41,7 +38,7 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
         try:
             code = command()
         finally:  # argparse exits after --help
-            os.write(writer, END)
+            os.write(writer, b"ended")
         exit_process(code)
     os.close(writer)
     while (found := os.waitpid(-1, os.WNOHANG))[0] != child:
@@ -49,16 +46,17 @@ def run_guarded(command: Callable[[], int]) -> NoReturn:
             continue
         number = signal.sigwait(heard)
         if number != signal.SIGCHLD:
-            with suppress(ProcessLookupError):
-                os.kill(child, number)
+            os.kill(child, number)
     code = os.waitstatus_to_exitcode(found[1])
     end_children()
-    if code == 0 and os.read(reader, len(END)) != END:
+    if code == 0 and not os.read(reader, 1):
         tell(cut_short("the command's process", "the command"))
         code = 1
     if code < 0:  # end by the child's signal
-        if -code != signal.SIGKILL:
+        if -code in heard:
             signal.signal(-code, signal.SIG_DFL)
+        else:
+            tell(ended_by("the command's process", -code))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         os.kill(parent, -code)
     os._exit(code)
@@ -70,3 +68,9 @@ def cut_short(process: str, work: str) -> str:
         f"error: {process} ended with exit code 0 before {work} had ended. A conversation, a rule or a C library "
         "called _exit, or replaced the process by another program"
     )
+
+
+def ended_by(process: str, number: int) -> str:
+    """Return the error about a process that a signal ended."""
+    hint = " (was the machine out of memory?)" if number == signal.SIGKILL else ""
+    return f"error: {process} was ended by {signal.Signals(number).name}{hint}"

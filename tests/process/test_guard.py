@@ -26,12 +26,19 @@ def start(body: str) -> subprocess.Popen[str]:
         ("sys.exit(0)", 0),
         ("ctypes.CDLL(None)._exit(5)", 5),
         ("threading.Thread(target=time.sleep, args=(600,)).start(); return 3", 3),
-        ("os.kill(os.getpid(), 11)", -signal.SIGSEGV),
+        ("os.kill(os.getpid(), 15)", -signal.SIGTERM),
     ],
 )
 def test_exit_code_is_the_commands(body: str, code: int) -> None:
     process = start(body)
     assert (process.communicate()[1], process.returncode) == ("", code)
+
+
+@pytest.mark.parametrize(("number", "said"), [(11, "SIGSEGV"), (9, "SIGKILL (was the machine out of memory?)")])
+def test_signal_that_nobody_sent_is_reported(number: int, said: str) -> None:
+    process = start(f"os.kill(os.getpid(), {number})")
+    assert process.communicate()[1] == f"error: the command's process was ended by {said}\n"
+    assert process.returncode == -number
 
 
 @pytest.mark.parametrize("body", ["ctypes.CDLL(None)._exit(0)", "os._exit(0)", "os.execv('/bin/true', ['true'])"])
