@@ -128,13 +128,11 @@ def _draw(axes: Axes, chart: Chart) -> None:
         artist.set_clip_on(False)  # because points lie at the ends of the axes
     names = [label for label in axes.get_legend_handles_labels()[1] if label]
     if names:
-        columns = 3 if max(map(len, names)) < 22 else 2
         legend: dict[str, Any] = {
-            "ncols": columns,
+            "ncols": max(80 // (max(map(len, names)) + 6), 2),  # a row of about 80 characters, 6 of them beside a name
             "frameon": False,
             "fontsize": 9,
             "borderaxespad": 0.3,
-            "borderpad": 0.2,
         }
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), handlelength=0.9, columnspacing=1.2, **legend)
 
