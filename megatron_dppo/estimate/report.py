@@ -54,7 +54,7 @@ def plan_search(config: Config, assumed: Sequence[str], gpus: int | None, *, jso
     Raises:
         UserError: for what :func:`search` refuses.
     """
-    gpus = _gpus_of(config) if gpus is None else gpus
+    gpus = _count_gpus(config) if gpus is None else gpus
     found = search(config, read_assumptions(assumed), gpus)
     if json_wanted:
         print(json.dumps({"gpus": gpus, **to_jsonable_python(found)}))
@@ -63,7 +63,7 @@ def plan_search(config: Config, assumed: Sequence[str], gpus: int | None, *, jso
     return 1 if found.closest else 0
 
 
-def _gpus_of(config: Config) -> int:
+def _count_gpus(config: Config) -> int:
     cluster = config.cluster
     return (cluster.nodes + cluster.server_nodes) * cluster.gpus_per_node
 
@@ -151,13 +151,15 @@ def _disk(made: Plan) -> Iterator[str]:
 
 
 def _search_result(made: Plan) -> Iterator[str]:
-    """Settings of the same GPUs under which the run fits; else the nearest miss."""
+    """Yield settings of the same GPUs under which the run fits; else the nearest miss."""
     yield "It does NOT fit. There are no times of a run that does not fit."
-    gpus = _gpus_of(made.config)
+    gpus = _count_gpus(made.config)
     found = search(made.config, made.assumptions, gpus)
     yield from _found(made.config, gpus, found)
     if found.closest:
-        yield "\nSet optimizer.offload=true, or look for settings of more GPUs with --search --gpus N."
+        yield "\nLook for settings of more GPUs with --search --gpus N."
+        if not made.config.optimizer.offload:
+            yield "Or set optimizer.offload=true."
 
 
 def _times(made: Plan) -> Iterator[str]:

@@ -125,11 +125,14 @@ def test_settings_shown_for_an_unfitting_run_fit(overrides: tuple[str, ...]) -> 
     assert plan(*overrides, *words).fits
 
 
-def test_nearest_miss_is_shown_if_no_setting_fits() -> None:
+@pytest.mark.parametrize("offload", ["true", "false"])
+def test_nearest_miss_is_shown_if_no_setting_fits(offload: str) -> None:
     one = ("cluster.nodes=1", "cluster.server_nodes=1", "layout.ep=1", "layout.cp=1", "layout.tp=1")
-    made = plan(*one, "layout.sequence_parallel=false", "cluster.gpu=a100-40", file=EXPERTS)
+    offloaded = f"optimizer.offload={offload}"
+    made = plan(*one, "layout.sequence_parallel=false", "cluster.gpu=a100-40", offloaded, file=EXPERTS)
     text = "\n".join(as_text(made))
-    assert "the nearest miss, on 16 GPUs, lacks" in text and "optimizer.offload=true" in text
+    assert "the nearest miss, on 16 GPUs, lacks" in text and "more GPUs with --search --gpus N" in text
+    assert ("Or set optimizer.offload=true." in text) == (offload == "false")
 
 
 def test_unfitting_run_has_no_times() -> None:
