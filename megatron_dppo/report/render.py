@@ -128,13 +128,16 @@ def _draw(axes: Axes, chart: Chart) -> None:
         artist.set_clip_on(False)  # because points lie at the ends of the axes
     names = [label for label in axes.get_legend_handles_labels()[1] if label]
     if names:
-        legend: dict[str, Any] = {
-            "ncols": max(80 // (max(map(len, names)) + 6), 2),  # a row of about 80 characters, 6 of them beside a name
-            "frameon": False,
-            "fontsize": 9,
-            "borderaxespad": 0.3,
-        }
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), handlelength=0.9, columnspacing=1.2, **legend)
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=max(80 // (max(map(len, names)) + 6), 2),  # a row has about 80 characters, 6 of them beside a name
+            frameon=False,
+            fontsize=9,
+            handlelength=0.9,
+            columnspacing=1.2,
+            borderaxespad=0.3,
+        )
 
 
 def _write_empty(axes: Axes, text: str) -> None:
