@@ -23,7 +23,8 @@ from megatron_dppo.config import Config
 from megatron_dppo.config.types import Command, Loader, Section
 from megatron_dppo.errors import UserError
 
-TABLE, IDLE = (Path(__file__).with_name(f"{name}.yaml") for name in ("exclusions", "idle"))
+TABLE = Path(__file__).with_suffix(".yaml")
+IDLE = Path(__file__).with_name("idle.yaml")
 TERM = re.compile(r"([\w.]+)(?:(!=|>=|[=<>])(.*))?")
 PLACE = re.compile(r"\{([\w.]+)\}")
 ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {"<": operator.lt, ">": operator.gt, ">=": operator.ge}
@@ -104,9 +105,9 @@ def exclusions() -> tuple[Exclusion, ...]:
 
 def _rows(commands: str, **row: Any) -> Iterator[Exclusion]:
     commanded = get_args(Command) if commands == EVERY else tuple(commands.split())
-    for of in _repeated(row):
-        terms = tuple(map(Term.read, of["when"].split()))
-        yield Exclusion(terms, of["because"], of.get("remedy") or _defaults(terms), commanded)
+    for texts in _repeated(row):
+        terms = tuple(map(Term.read, texts["when"].split()))
+        yield Exclusion(terms, texts["because"], texts.get("remedy") or _defaults(terms), commanded)
 
 
 def _repeated(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
@@ -119,7 +120,7 @@ def _repeated(row: Mapping[str, Any]) -> Iterator[dict[str, str]]:
 def idle_rows() -> tuple[dict[str, str], ...]:
     """Return the rows of ``idle.yaml``."""
     table = yaml.load(IDLE.read_text(encoding="utf-8"), Loader)
-    return tuple(of for row in table for of in _repeated(row))
+    return tuple(texts for row in table for texts in _repeated(row))
 
 
 def idle_keys(config: Config) -> tuple[str, ...]:

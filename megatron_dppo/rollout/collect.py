@@ -162,7 +162,8 @@ class Collector:
             held = [offline[prompt.id] for prompt in prompts]
             completions = [group.completions for group in held]
             scores = [group.scores for group in held]
-            return query.finish(completions, self._world), lambda read: list(map(scored_group, prompts, read, scores))
+            completions = query.finish(completions, self._world)
+            return completions, lambda read: list(map(scored_group, prompts, read, scores))
         most_failures = math.floor(self._config.reward.max_failures * of_all)
         scoring = GroupScoring(self.workers, self._tokenizer, prompts, most_failures)
 
@@ -172,7 +173,8 @@ class Collector:
             return scoring.look(groups)
 
         try:
-            return query.finish(self._engine.finish(pending, look), self._world), scoring.finish
+            completions = self._engine.finish(pending, look)
+            return query.finish(completions, self._world), scoring.finish
         except BaseException:
             scoring.abandon()
             query.abandon()

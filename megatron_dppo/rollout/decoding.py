@@ -64,7 +64,7 @@ class Decoding:
         self._round = ROUND[device.type]  # a row may go so far past its end
         width, rows = max(limits) + self._round, min(count, most_rows)
         longest = max(len(prefix.token_ids) + limit for prefix, limit in zip(prefixes, limits, strict=True))
-        self._uniforms = without_waiting(uniforms_of(prefixes, sampling, width), device)
+        self._uniforms = without_waiting(draw_uniforms(prefixes, sampling, width), device)
         self._tokens = torch.zeros(count, width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(count, width, dtype=torch.float32, device=device)
         self._entropies = torch.zeros_like(self._logprobs) if sampling.entropies else None
@@ -206,7 +206,7 @@ class Decoding:
         return without_waiting(array, self._rows.device)
 
 
-def uniforms_of(prefixes: Sequence[TreePath], sampling: Sampling, width: int) -> NDArray[np.float64]:
+def draw_uniforms(prefixes: Sequence[TreePath], sampling: Sampling, width: int) -> NDArray[np.float64]:
     """Return uniforms [rows, width] of the continuations of each prefix in turn; 0 past their ends, or if greedy.
 
     The uniform of a token depends on the slot and on the position in the response, not on the fork before the token.
