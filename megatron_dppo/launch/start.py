@@ -1,4 +1,4 @@
-"""Starting a command: as so many ranks of this machine, or as the rank that torchrun or srun made of this process."""
+"""Start a command: as ranks of this machine, or as one rank that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -38,21 +38,24 @@ from megatron_dppo.trainer.preflight import (
 )
 
 MOST_WITHOUT_GPUS = 256
-"""Ranks on one machine without a GPU: more are a layout for a cluster, and would take the machine's memory."""
+"""Maximum of ranks on one machine without a GPU.
+
+A larger layout is meant for a cluster, and would exhaust the memory of the machine.
+"""
 
 
 def run(command: Command, config: Config, options: Options = NO_OPTIONS) -> int:
     """Run a command to its end and return the exit code of the process.
 
-    Where torchrun or srun started this process, it is one rank among theirs. Else the ranks are started here.
+    If torchrun or srun started this process, the process is one of the ranks. Otherwise this process starts the ranks.
 
     Args:
         command: key of ``JOBS``.
-        config: as the ranks read it.
-        options: of the command, besides settings.
+        config: configuration of the run, identical on every rank.
+        options: named arguments of the command, in addition to the settings.
 
     Raises:
-        UserError: for what can be seen to be wrong before a rank starts.
+        UserError: if a check before the start of the ranks fails.
     """
     prepare_environment(config)
     if is_rank():
@@ -69,7 +72,7 @@ def run(command: Command, config: Config, options: Options = NO_OPTIONS) -> int:
 
 
 def prepare_environment(config: Config) -> None:
-    """Prepare a process that is a rank, or may become one, before anything asks CUDA how many GPUs there are."""
+    """Prepare a process that is or may become a rank, before any code has CUDA count the GPUs."""
     outlive_readers()
     open_more_files()
     if srun_started(os.environ):
@@ -78,15 +81,15 @@ def prepare_environment(config: Config) -> None:
 
 
 def is_rank() -> bool:
-    """Whether torchrun or srun started this process, or the launcher."""
+    """Return whether torchrun, srun or the launcher started this process."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def ranks_to_start(command: Command, config: Config) -> int:
-    """How many ranks a command takes on this machine, once all is seen to be well.
+    """Run the checks of a command, then return the number of ranks to start on this machine.
 
     Raises:
-        UserError: for the first thing that is wrong.
+        UserError: if a check fails; the error is about the first problem.
     """
     preflight(config, command)
     if command in TRAINING:
@@ -102,14 +105,17 @@ def _look_first(command: Command, config: Config) -> None:
 
 
 def ranks_of(layout: LayoutConfig, *, reserved: int = 0) -> int:
-    """How many ranks to start here: the layout's; without ``layout.dp`` as many replicas as the GPUs are enough for.
+    """Return the number of ranks of a layout on this machine.
+
+    Without ``layout.dp`` the number of replicas is the largest for which the GPUs suffice, and at least 1.
 
     Args:
-        layout: of the run.
-        reserved: GPUs that are left to the servers that the run starts, if this machine has GPUs at all.
+        layout: layout of the run.
+        reserved: GPUs reserved for the servers that the run starts, if this machine has GPUs.
 
     Raises:
-        UserError: if this machine has GPUs, but fewer than the layout needs; or none, for a layout of a cluster.
+        UserError: if this machine has GPUs, but fewer than the ranks and the servers need.
+        UserError: if this machine has no GPU, and ranks and servers are more than ``MOST_WITHOUT_GPUS``.
     """
     least, gpus = layout.least_ranks, count_gpus()
     ranks = layout.tp * layout.pp * layout.cp * (layout.dp or 0) or least * max((gpus - reserved) // least, 1)
@@ -129,18 +135,19 @@ def start_ranks(
     failed: Callable[[str], object] = lambda text: None,
     options: Options = NO_OPTIONS,
 ) -> int:
-    """Run a job on so many ranks of this machine; returns when all of them have ended.
+    """Run a job on ranks of this machine, and return when all ranks have ended.
 
-    A rank that fails takes the others with it, and so does a signal to this process, but for the one that asks a run to
-    stop: that goes on to the ranks.
+    - A rank that fails ends all ranks.
+    - A signal that ends this process ends all ranks.
+    - The signal that requests a stop of the run is forwarded to the ranks.
 
     Args:
-        job: a command, or ``module:function`` of a function that takes a Config.
-        config: as the ranks will read it.
-        ranks: processes, with LOCAL_RANK 0, 1, …
-        meanwhile: called here, several times a second, while they run.
-        failed: called with the reason, as it was printed, if a rank fails.
-        options: named arguments of the job besides the Config, as JSON has them.
+        job: a command, or ``module:function`` for a function that takes a Config.
+        config: configuration of the run, written to a file for the ranks.
+        ranks: number of processes, with LOCAL_RANK 0, 1, …
+        meanwhile: function that this process calls several times a second while the ranks run.
+        failed: function that is called with the printed reason if a rank fails.
+        options: named arguments of the job in addition to the Config, JSON-able.
 
     Returns:
         0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
@@ -160,7 +167,7 @@ def start_ranks(
 
 
 def _say_what_is_left(job: str, config: Config) -> None:
-    """After Ctrl-C: from where a run would go on, and how it is asked to save first."""
+    """Print, after Ctrl-C, the step from which a run resumes, and the signal by which a run saves first."""
     if job != "train":
         return
     checkpoints = Path(config.run.dir) / "checkpoints"
@@ -179,7 +186,7 @@ def environment_alone() -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and the quota of its container."""
+    """Return the number of cores that this process may use, by CPU affinity and container quota."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
@@ -197,21 +204,21 @@ def count_gpus() -> int:
 
 
 def check(config: Config, command: Command, *, ranks: int = 0) -> str:
-    """One line, ``RUN.DIR: 30 of 100 steps are done``, which job scripts read.
+    """Return one line for job scripts, ``RUN.DIR: 30 of 100 steps are done``, if all checks pass.
 
     Args:
-        config: of the run.
-        command: that would be run.
-        ranks: that will be started; 0: as many as the layout wants.
+        config: configuration of the run.
+        command: command to check.
+        ranks: number of ranks to start; 0 if the layout determines the number.
 
     Raises:
-        MistakesError: for everything that is wrong, as far as it can be looked at by itself.
+        MistakesError: if checks fail; the error lists all mistakes that can be checked independently.
     """
     environ = _with_server_nodes(config, os.environ)
     found = [*mistakes(config, command, environ)]
     if environ is not os.environ:
         found += found_by([partial(servers_per_node, config)], after=found)
-    with redirect_stdout(sys.stderr):  # what is imported may print
+    with redirect_stdout(sys.stderr):  # imported modules may print
         found += found_by(checks_of_functions(config, command), after=found)
     if ranks:
         found += found_by([partial(resolve_layout, config.layout, ranks)], after=found)
@@ -224,7 +231,10 @@ def check(config: Config, command: Command, *, ranks: int = 0) -> str:
 
 
 def _with_server_nodes(config: Config, environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Name the nodes of ``cluster.server_nodes`` where no Slurm job names them, as on a login node."""
+    """Return the environment, with names for ``cluster.server_nodes`` added if no Slurm job names nodes.
+
+    An example is a login node.
+    """
     nodes = config.cluster.server_nodes if config.rollout.served and config.rollout.servers == "slurm" else 0
     if not nodes or {OVERRIDE, HOSTS, "SLURM_JOB_ID"} & environ.keys():
         return environ
@@ -238,19 +248,21 @@ FIRST_PORT, PORTS = 20000, 20000
 
 
 def srun_started(environ: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of a Slurm step.
+    """Return whether this process is one of several tasks of a Slurm step.
 
-    A batch script has SLURM_PROCID and SLURM_NTASKS too, though it is one process: only a step's own variables tell.
+    Only the variables of the step are conclusive, because a batch script, a single process, also has SLURM_PROCID and
+    SLURM_NTASKS.
     """
     return "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for a task, and what our launcher sets besides; what is
-    set already is left alone.
+    """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and OMP_NUM_THREADS of a Slurm task.
 
-    Rank 0 runs on the first node of the step. The port is a function of the job and the step, so that two jobs that
-    share a node do not meet.
+    Variables that are already set are omitted.
+
+    Rank 0 runs on the first node of the step. The port is a function of the job and the step, so that two jobs on one
+    node use different ports.
     """
     job, step = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_STEP_ID", "0"))
     ours = {
@@ -265,8 +277,8 @@ def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _cores(environ: Mapping[str, str]) -> int:
-    """This task's share of the cores of a node."""
-    tasks = int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition(",")[0].partition("(")[0])  # 8(x4),2
+    """Return the number of cores of the node per task, at least 1."""
+    tasks = int(environ.get("SLURM_STEP_TASKS_PER_NODE", "1").partition(",")[0].partition("(")[0])  # e.g. 8(x4),2
     return int(environ.get("SLURM_CPUS_ON_NODE", "1")) // tasks or 1
 
 
