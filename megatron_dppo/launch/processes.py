@@ -1,6 +1,6 @@
-"""The ranks of one machine as processes: they start together and end together, and the first that failed is named.
+"""Start and end the ranks of one machine together, as processes, and report the first rank that failed.
 
-Only that one says why: the others fail because of it, or for the same reason.
+Only the first failing rank prints a reason. Later ranks fail because of the first failure, or for the same reason.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from megatron_dppo.process.lifetime import MARKER
 from megatron_dppo.process.streams import tell
 
 LOOK_S = 0.05
-"""Seconds between looks at the ranks."""
+"""Seconds between polls of the ranks."""
 GRACE_S = 30.0
-"""How long ranks may take to end, those that were told to and those that have saved, before they are killed."""
+"""Seconds for ranks to end after SIGTERM; also seconds for ranks to end after a save, before SIGTERM.
+
+Ranks that still run after SIGTERM and these seconds are killed.
+"""
 
 
 class _SignalError(Exception):
-    """This process was sent a signal that ends it."""
+    """Signal to this process, to end the process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -44,14 +47,14 @@ def run_ranks(
     failure: FirstFailure,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run a command as so many ranks, to the end of all of them.
+    """Run a command as several ranks, and return when all ranks have ended.
 
     Args:
-        command: of every rank.
-        environ: what all of them are told; their places come on top.
-        ranks: how many.
-        failure: the marker that a rank which fails and can still speak makes.
-        meanwhile: called between looks at the ranks; what it raises ends them.
+        command: command line, the same for every rank.
+        environ: environment of all ranks; RANK and other variables of the process group are added.
+        ranks: number of ranks.
+        failure: marker that the first failing rank creates, unless a signal kills the rank.
+        meanwhile: function that is called between polls of the ranks; an exception ends the ranks.
 
     Returns:
         0; or the exit code of the rank that failed first; or 128 + the signal that ended a rank or this process.
@@ -78,14 +81,14 @@ def run_ranks(
                         command,
                         env={**environ, **ours, **held},
                         pass_fds=[place.fileno()] if rank == 0 else [],
-                        start_new_session=True,  # Ctrl-C is this process's to answer
+                        start_new_session=True,  # Ctrl-C is for this process alone, because this process ends the ranks
                     )
                 )
             return _watch(processes, failure, meanwhile)
         except _SignalError as ended:
             return 128 + ended.number
         finally:
-            ignore_them()  # ranks are being ended already
+            ignore_them()  # the ranks are being ended already
             _end(processes)
 
 
@@ -97,7 +100,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], failure: FirstFailure, 
         if failed := {rank: code for rank, code in codes.items() if code}:
             code = _first_cause(failed, failure, all_lived=before)
             if code == lifetime.SAVED:
-                _wait(processes, GRACE_S)  # the others have saved as well, and are closing what they hold
+                _wait(processes, GRACE_S)  # the other ranks have saved as well, and are closing files
             return code
         if None not in codes.values():
             return _check_ends(failure, ranks=len(processes))
@@ -116,15 +119,18 @@ def _check_ends(failure: FirstFailure, *, ranks: int) -> int:
 
 
 def _first_cause(failed: Mapping[int, int], failure: FirstFailure, *, all_lived: float) -> int:
-    """Say which rank failed first, unless it has spoken itself. Returns the exit code of the run.
+    """Print which rank failed first, unless that rank has printed a reason. Return the exit code of the run.
 
-    A rank that is killed cannot speak, and others fail because of it. They hold their words back for so long that its
-    end is seen before; where both are seen at once, the one that was killed is the cause, if all lived when looked at
-    last (``all_lived``, in seconds since the epoch) before anyone spoke. Only SIGABRT is always the consequence then:
-    libraries end a process by it which has lost its peers.
+    - A killed rank cannot print a reason, and its peers fail as a consequence. The peers delay their messages, so that
+      the launcher usually polls the killed rank first.
+    - If one poll finds a killed rank and a marker, the killed rank is the cause, unless the marker is older than the
+      previous poll.
+    - SIGABRT beside a marker is always a consequence, because libraries abort a process that has lost its peers.
 
     Args:
-        failed: exit codes by rank; negative: the signal that ended it.
+        failed: exit codes by rank; a negative code is the signal that ended the rank.
+        failure: marker of the run.
+        all_lived: time of the previous poll, when all ranks were alive, in seconds since the epoch.
     """
     killed = {rank: -code for rank, code in failed.items() if code < 0}
     spoken = failure.code()
@@ -158,8 +164,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 @contextmanager
 def _ending_signals() -> Iterator[Callable[[], None]]:
-    """Within it the first signal that ends this process raises, until what it gives is called. What was ignored, SIGHUP
-    under nohup, stays so. Signals are the main thread's: another one, as of a notebook's kernel, is left without."""
+    """Raise ``_SignalError`` for the first ending signal in this context, until the yielded function is called.
+
+    - Signals that are ignored, as SIGHUP is under nohup, stay ignored.
+    - A thread other than the main thread, as in the kernel of a notebook, keeps its handlers, because Python sets
+      handlers on the main thread only.
+    """
 
     def ignore_them() -> None:
         for each in before:
@@ -180,16 +190,16 @@ def _ending_signals() -> Iterator[Callable[[], None]]:
 
 
 CLOCK_S = 1.0
-"""By how much a file's time may lag behind this process's clock."""
+"""Maximum lag of the time of a file behind the clock of this process, in seconds."""
 
 
 class FirstFailure:
-    """A marker file that the first failing rank makes. Its first line is the exit code of the run; the reason follows.
+    """Marker file of the first failing rank: the exit code of the run on the first line, then the reason.
 
-    A file works even if a rank can do no more than that, and if others hang in a collective.
+    A file suffices even if the failing rank can do little else, and if its peers hang in a collective.
 
     Args:
-        marker: the same for every rank of the run, on a disk that they share if they can.
+        marker: path of the file, the same for every rank of the run, on a shared disk if possible.
     """
 
     def __init__(self, marker: Path) -> None:
@@ -197,25 +207,25 @@ class FirstFailure:
         self._said: list[str] = []
 
     def say(self, text: str) -> None:
-        """Print why a rank failed that could not say it itself."""
+        """Print why a rank failed, on behalf of a rank that could not print the reason."""
         self._said.append(text)
         tell(text)
 
     def said(self) -> str:
-        """Why the run failed, as it was printed; empty where nobody knows."""
+        """Return the printed reason why the run failed; empty if the reason is unknown."""
         return "\n".join(self._said) or self._read().partition("\n")[2]
 
     def claim(self, code: int, text: str) -> int:
-        """Print why this rank fails, if no other rank has failed before. Return the exit code of the run."""
+        """Print why this rank fails, if no rank has failed before. Return the exit code of the run."""
         try:
-            # A marker that is older than this rank would silence it: an earlier run left it.
+            # A marker older than this rank is left from an earlier run, and would suppress the message.
             if self._marker.exists() and self._marker.stat().st_mtime < self._start - CLOCK_S:
                 self._marker.unlink(missing_ok=True)
             descriptor = os.open(self._marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return self.code() or code
         except OSError:
-            pass  # better said twice than not at all
+            pass  # print the reason without a marker: a repeated reason is better than a lost reason
         else:
             os.write(descriptor, f"{code}\n{text}".encode(errors="backslashreplace"))
             os.close(descriptor)
@@ -223,8 +233,8 @@ class FirstFailure:
         return code
 
     def code(self) -> int | None:
-        """The exit code of the first failure; None if no rank has failed."""
-        for _ in range(20):  # the file exists a moment before its content does
+        """Return the exit code of the first failure; None if no rank has failed."""
+        for _ in range(20):  # the content is written a moment after the file is created
             if not self._marker.exists():
                 return None
             if "\n" in (text := self._read()):
@@ -238,20 +248,20 @@ class FirstFailure:
         return ""
 
     def made_before(self, moment: float) -> bool:
-        """Whether a rank had failed by then, in seconds since the epoch."""
+        """Return whether a rank had failed before ``moment``, in seconds since the epoch."""
         try:
             return self._marker.stat().st_mtime < moment
         except FileNotFoundError:
             return False
 
     def wait(self, seconds: float) -> None:
-        """Wait until a rank has failed, at most for so long."""
+        """Wait until a rank has failed, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while not self._marker.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def note_end(self, rank: int) -> None:
-        """Note that the job of a rank reached its end, which an exit code of 0 does not prove."""
+        """Record that the job of a rank reached its end, because an exit code of 0 is no proof."""
         self._end_mark(rank).touch()
 
     def has_ended(self, rank: int) -> bool:
@@ -262,32 +272,32 @@ class FirstFailure:
         return self._marker.with_name(f"{self._marker.name}.end-{rank}")
 
     def forget(self) -> None:
-        """Remove the marker, which a rank alone leaves to nobody."""
+        """Remove the marker of a run of one rank, because no further process reads the marker."""
         self._marker.unlink(missing_ok=True)
 
 
 def marker_for(run_dir: Path, environ: Mapping[str, str]) -> Path:
-    """The path of the marker: as the launcher said, else in the run's own directory.
+    """Return the path of the marker: the path set by the launcher, otherwise a path in the directory of the run.
 
-    Before that directory exists, and under torchrun without Slurm, only the ranks of one node share a marker.
+    Before the directory exists, and under torchrun without Slurm, only the ranks of one node share a marker.
     """
     if MARKER in environ:
         return Path(environ[MARKER])
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     parts = [str(run_dir.absolute()), *(environ.get(name, "") for name in names)]
     if "SLURM_STEP_ID" not in environ:
-        parts.append(str(os.getppid()))  # torchrun's agent: its run ids and ports are the same run after run
+        parts.append(str(os.getppid()))  # process id of torchrun's agent, because run ids and ports repeat between runs
     run = "/".join(parts)
     folder = run_dir if run_dir.is_dir() else _own_folder()
     return folder / f".megatron-dppo-failure-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
 
 
 def _own_folder() -> Path:
-    """Return a temporary folder that nobody but this user writes to, the same for all of the user's processes."""
+    """Return a temporary folder that only this user can write to, the same for all processes of the user."""
     folder = Path(tempfile.gettempdir(), f"megatron-dppo-{os.getuid()}")
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
         return folder
-    return Path(tempfile.mkdtemp())  # somebody else made it: every rank speaks
+    return Path(tempfile.mkdtemp())  # made by another user: without a common marker every rank prints
