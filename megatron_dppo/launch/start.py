@@ -167,7 +167,7 @@ def start_ranks(
 
 
 def _say_what_is_left(job: str, config: Config) -> None:
-    """Print, after Ctrl-C, the step from which a run resumes, and the signal by which a run saves first."""
+    """Print, after Ctrl-C, the step of the last checkpoint, and the signal that has a run save before the end."""
     if job != "train":
         return
     checkpoints = Path(config.run.dir) / "checkpoints"
