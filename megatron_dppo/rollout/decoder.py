@@ -1,10 +1,11 @@
-"""The local engine's forward: what Hugging Face's modules compute, for rows of a key-value cache, in few operations.
+"""Compute the forward pass of Hugging Face's modules in few operations, for rows of a key-value cache.
 
-A policy of a million parameters spends half of a decoding step between its matrix products. Here the projections to
-queries, keys and values are one product, and those to gate and up are another. Hugging Face's modules hold the weights,
-and run what is theirs alone: experts, whose routers are heard where a batch is to tell which it chose.
+The local engine uses this forward pass because a policy of a million parameters spends half of a decoding step between
+matrix products. The projections to queries, keys and values are one product. The projections to gate and up are another
+product. Hugging Face's modules hold the weights and run the experts. The routers of the experts are recorded if a batch
+requests its routing.
 
-The cache is storage made once. Rows come and go in it, and a prompt's keys are copied for each of its samples.
+The cache is allocated once. Rows are added and removed, and the keys of a prompt are copied for each sample.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ from megatron_dppo.rollout.decoder_layers import AttentionLayer, DeltaLayer, Nor
 
 
 def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of undefined weights. It is laid out without memory first: no time goes into random weights, and torch's
-    random state, which is the trainer's, stays as it is.
+    """Return a model with undefined weights.
+
+    The model is first created on the meta device. No time is spent on random weights, and torch's random state, which
+    belongs to the trainer, does not change.
 
     Raises:
-        UserError: as :func:`read_shape`, or where transformers rejects config.json.
+        UserError: if :func:`read_shape` raises, or if transformers rejects config.json.
     """
     shape = read_shape(path)
     try:
         config = AutoConfig.from_pretrained(path).get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except Exception as error:  # its validators have no type of error in common
+    except Exception as error:  # validators of transformers have no common type of error
         problem = f"transformers rejects its config.json: {' '.join(str(error).split())}"
         raise UserError("model.path", path, problem, "fetch the model again") from error
     model.to_empty(device=device)
@@ -52,10 +55,10 @@ def empty_model(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrai
 
 
 class Decoder:
-    """Reads tokens into a cache, and says what comes next.
+    """Decoder that reads tokens into a cache and computes logits of the next tokens.
 
     Args:
-        model: of a supported family. Parameters of projections that are one product here become views.
+        model: model of a supported family. Parameters of fused projections become views.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -73,7 +76,7 @@ class Decoder:
         return self._embedding.weight.device
 
     def weights_changed(self) -> None:
-        """To be called once new weights stand in the model."""
+        """Update all tensors derived from weights. Required after every change of the weights of the model."""
         self._norm.weights_changed()
         for layer in self._layers:
             layer.weights_changed()
@@ -100,21 +103,22 @@ class Decoder:
         width: int,
         real: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Read tokens into rows of a cache. Each attends to itself and to its row before it.
+        """Read tokens into rows of a cache. Each token attends to itself and to all earlier tokens of the row.
 
-        Padding follows a row's last real token. It is written past the row's end, where the next real tokens are
-        written over it.
+        Padding follows the last real token of a row, and is written past the end of the row. The next real tokens
+        overwrite the padding.
 
         Args:
-            cache: of :meth:`new_cache`.
-            tokens: [rows, n]
-            positions: [rows, n], of the tokens in their rows.
-            first: the first of the rows.
-            width: all positions are below it.
-            real: [rows], how many of the tokens are no padding, of rows that begin here; None: all, of rows that go on.
+            cache: cache from :meth:`new_cache`.
+            tokens: [rows, n], token ids.
+            positions: [rows, n], positions of the tokens in the rows.
+            first: index of the first row in the cache.
+            width: exclusive upper bound of all positions.
+            real: [rows], number of tokens without padding, for rows that begin; None for rows that continue, without
+                padding.
 
         Returns:
-            [rows, n, hidden], for :meth:`logits`.
+            [rows, n, hidden], hidden states for :meth:`logits`.
         """
         rows, count = tokens.shape
         hidden = self._embedding(tokens.reshape(-1))
@@ -142,55 +146,60 @@ class Decoder:
         return hidden.view(rows, count, -1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary] of what follows tokens of these hidden states, [rows, hidden]."""
+        """Return the logits of the next tokens, [rows, vocabulary], for hidden states, [rows, hidden]."""
         logits: torch.Tensor = self._head(rms(hidden, self._norm.weight, self._eps))
         return logits
 
 
 def without_waiting(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device. On CUDA it leaves from pinned memory, and the host does not wait."""
+    """Copy an array to the device. On CUDA the host does not wait, because the copy is from pinned memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RowCompaction:
-    """Rows leave a batch: surviving tail rows fill the freed places.
+    """Removal of rows from a batch: remaining rows of the tail fill the vacant places.
 
-    Only as many rows are copied as leave, so that it pays at once, even for a single row.
+    At most one row is copied per removed row. Therefore compaction pays off immediately, even for a single row.
     """
 
     vacant: torch.Tensor
-    """[moves], places below ``remaining`` whose rows leave."""
+    """[moves], places below ``remaining`` with removed rows."""
     movers: torch.Tensor
-    """[moves], places from ``remaining`` on whose rows stay."""
+    """[moves], places from ``remaining`` on with remaining rows."""
     remaining: int
 
     @classmethod
     def of(cls, leaves: NDArray[np.bool_], device: torch.device) -> RowCompaction:
-        """The departure of the rows where ``leaves`` ([rows], on the host) is true; rows are on the device."""
+        """Return the compaction that removes the rows with true ``leaves`` ([rows], on the host).
+
+        Args:
+            leaves: [rows], true for rows to remove.
+            device: device of the rows.
+        """
         remaining = len(leaves) - int(leaves.sum())
         moves = np.stack([np.flatnonzero(leaves[:remaining]), np.flatnonzero(~leaves[remaining:]) + remaining])
         vacant, movers = without_waiting(moves, device)
         return cls(vacant, movers, remaining)
 
     def apply(self, rows: torch.Tensor) -> None:
-        """Move rows of ``rows`` ([rows, …], overwritten), of which the first ``remaining`` are left."""
+        """Compact ``rows`` ([rows, …]) in place. The remaining rows are the first ``remaining``."""
         if len(self.vacant):
             rows[self.vacant] = rows[self.movers]
 
 
 class RolloutCache:
-    """Keys and values that a batch's rows have read, from position 0 of each row.
+    """Keys and values of the rows of a batch, from position 0 of each row.
 
     Args:
-        layers: of the model.
-        rows: most rows at a time.
-        heads: of keys and values.
-        capacity: positions of a row.
-        size: of a head.
-        like: a tensor of the device and type of keys and values.
-        states: [layers, rows, …] each, of layers that keep no keys.
+        layers: number of attention layers.
+        rows: maximum number of rows at a time.
+        heads: number of heads of keys and values.
+        capacity: number of positions of a row.
+        size: dimension of a head.
+        like: tensor with the device and dtype of keys and values.
+        states: [layers, rows, …] per tensor, states of layers without keys.
     """
 
     def __init__(
@@ -205,16 +214,16 @@ class RolloutCache:
         states: Sequence[torch.Tensor] = (),
     ) -> None:
         self._states = states
-        # Zeros: what a row has not read is masked, and a mask does not hide what is no number.
+        # Start with zeros, because unread positions are masked, and a mask does not hide NaN.
         self._stored = like.new_zeros(layers, 2, rows, heads, capacity, size)
 
     def layer(self, index: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer for ``rows`` rows from ``first`` on: views, [rows, heads, stored, size]."""
+        """Return views of the keys and values of a layer, [rows, heads, capacity, size], for rows from ``first`` on."""
         keys, values = self._stored[index, :, first : first + rows]
         return keys, values
 
     def states_of(self, index: int, first: int, rows: int, *, begin: bool) -> list[torch.Tensor]:
-        """Return views of a layer's states for these rows; zeros if the rows ``begin``."""
+        """Return views of the states of a layer for rows from ``first`` on, set to zero if the rows ``begin``."""
         views = [each[index, first : first + rows] for each in self._states]
         if begin:
             for view in views:
@@ -222,14 +231,14 @@ class RolloutCache:
         return views
 
     def copy(self, sources: torch.Tensor, first: int, width: int) -> None:
-        """Let the rows from ``first`` on begin with the first ``width`` positions of the rows ``sources`` ([rows])."""
+        """Copy ``width`` positions, and the states, of the rows ``sources`` ([rows]) to rows from ``first`` on."""
         span = slice(first, first + len(sources))
         self._stored[:, :, span, :, :width] = self._stored[:, :, sources, :, :width]
         for each in self._states:
             each[:, span] = each[:, sources]
 
     def depart(self, departure: RowCompaction, width: int) -> None:
-        """Let rows leave, of which none has read more than ``width`` positions."""
+        """Remove rows from the cache, given that all rows have read at most ``width`` positions."""
         if len(departure.vacant):
             self._stored[:, :, departure.vacant, :, :width] = self._stored[:, :, departure.movers, :, :width]
             for each in self._states:
@@ -237,7 +246,7 @@ class RolloutCache:
 
 
 class Routers:
-    """Hears the routers of a model, in the order of their layers, for as long as somebody records."""
+    """Recorder for the routers of a model, in the order of layers, active only if routing is requested."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._heard: list[torch.Tensor] | None = None
@@ -250,18 +259,18 @@ class Routers:
             self._heard.append(output[2])
 
     def listen(self, shape: RoutingShape | None, count: int, width: int) -> RoutingRecord | None:
-        """Begin to record what is decoded next; None if its routing is not asked for.
+        """Start a record of the next decoding; return None, and record no routing, if ``shape`` is None.
 
         Args:
-            shape: of the routing that is asked for.
-            count: continuations that are decoded.
-            width: most tokens of one of them.
+            shape: shape of the requested routing; None if routing is not requested.
+            count: number of continuations to decode.
+            width: maximum number of tokens of a continuation.
         """
         self._heard = None if shape is None else []
         return None if shape is None else RoutingRecord(self, shape, count, width)
 
     def take(self) -> torch.Tensor:
-        """[tokens, layers, k] int16, of the forward since the last call."""
+        """Return the routing of the forward pass since the last call, [tokens, layers, k] int16."""
         assert self._heard is not None
         table = torch.stack(self._heard, dim=1).to(torch.int16)
         self._heard.clear()
@@ -269,7 +278,7 @@ class Routers:
 
 
 class RoutingRecord:
-    """The routing of what is decoded, [continuations, tokens], and of what they go on from."""
+    """Routing of decoded continuations, [continuations, tokens], and of the prefixes of the continuations."""
 
     def __init__(self, routers: Routers, shape: RoutingShape, count: int, width: int) -> None:
         self._routers, self._shape = routers, shape
@@ -278,7 +287,12 @@ class RoutingRecord:
         self._size = count, width
 
     def prefilled(self, lengths: Sequence[int], continuations: Sequence[Sequence[int]]) -> None:
-        """The model has read prefixes of these lengths, padded to the longest; each has some of the continuations."""
+        """Record the routing of prefixes, after the model has read the prefixes padded to the longest.
+
+        Args:
+            lengths: tokens of each prefix.
+            continuations: indices of the continuations of each prefix.
+        """
         heard = self._routers.take()
         if self._read is None:
             self._read = heard.new_zeros(*self._size, self._shape.layers, self._shape.per_token)
@@ -288,12 +302,23 @@ class RoutingRecord:
                 self._prefixes[continuation] = prefix[:length]
 
     def read(self, continuations: torch.Tensor, tokens: torch.Tensor) -> None:
-        """The model has read n ``tokens`` ([rows, n], their numbers) of each of these continuations ([rows, 1])."""
+        """Record the routing of tokens that the model has just read.
+
+        Args:
+            continuations: [rows, 1], indices of the continuations.
+            tokens: [rows, n], indices of the tokens in the continuations.
+        """
         assert self._read is not None
         self._read[continuations, tokens] = self._routers.take().unflatten(0, tokens.shape)
 
     def of_rows(self, lengths: Sequence[int]) -> list[Routing]:
-        """Routing of each prefix and continuation, without a continuation's last token, which is never read."""
+        """Return the routing of each prefix and continuation.
+
+        The last token of a continuation has no routing, because the model never reads the last token.
+
+        Args:
+            lengths: tokens of each continuation.
+        """
         assert self._read is not None
         read = self._read.cpu().numpy()
         return [
