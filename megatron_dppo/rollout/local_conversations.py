@@ -1,7 +1,8 @@
-"""Conversations with the local engine: all of a rank's go on together, one turn after the other.
+"""Hold conversations with the local engine: all conversations of a rank advance together, turn by turn.
 
-The engine generates for all of them at once, whenever each has asked for its next turn or has ended. So what is decoded
-together depends on what was said, and not on how long a tool took: the same call gives the same bits.
+The engine generates a batch of turns as soon as every conversation has requested its next turn or has ended. Therefore
+a batch depends on the content of the conversations, not on the duration of tool calls, and the same call gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ from megatron_dppo.rollout.tree import TreePath
 Continue = Callable[[Sequence[TreePath], Sampling], list[list[TreePath]]]
 """The engine's function that continues each prefix once for each of its slots."""
 Place = tuple[int, int]
-"""Indices of a conversation: of its prompt among those requested together, and of the completion for the prompt."""
+"""Indices of a conversation: prompt in the call, then completion for the prompt."""
 TURN = 1 << 60
-"""Ids of prompts are below it. Request n of a conversation is sampled as a prompt of the id + n · TURN: the first as a
-completion without a conversation is, and each with luck of its own, also where it repeats another one."""
+"""Exclusive upper bound of prompt ids. Request n of a conversation is sampled as a prompt with the id + n · TURN.
+
+- Request 0 is sampled like a completion without a conversation.
+- Every request has a separate random seed, even if two requests have the same context.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +45,20 @@ class _Request:
     """A requested turn."""
 
     prefix: TreePath
-    """Context of the turn; the slot is the conversation's."""
+    """Context of the turn, with the slot of the conversation."""
     stops: tuple[int, ...]
     turn: asyncio.Future[Completion]
 
 
 class LocalConversations:
-    """Completes prompts with an engine, through a user's function.
+    """Completion of prompts with an engine, through a user's function.
 
     Args:
-        function: has one conversation.
-        timeout_s: seconds in which no conversation requests a turn or ends, after which the run stops.
-        late_s: seconds in which none ends, after which those under way are named.
-        end_s: seconds in which none ends, after which the run stops.
-        attempts: how often each is had before the run stops.
+        function: user's function for one conversation.
+        timeout_s: seconds without a requested turn or an ended conversation until the run stops.
+        late_s: seconds without an ended conversation until running conversations are reported.
+        end_s: seconds without an ended conversation until the run stops.
+        attempts: attempts at each conversation before the run stops.
     """
 
     def __init__(
@@ -68,19 +72,19 @@ class LocalConversations:
     ) -> None:
         self.function, self.timeout_s, self.attempts = function, timeout_s, attempts
         self.late_s, self.end_s = late_s, end_s
-        # One loop for all steps: what a function keeps may belong to it.
+        # Use one loop for all steps, because objects that a function keeps may belong to the loop.
         self._runner = asyncio.Runner(loop_factory=EventLoop)
 
     def close(self) -> None:
-        with suppress(SystemExit):  # of a user's callback
+        with suppress(SystemExit):  # a user's callback may raise SystemExit
             self._runner.close()
 
     def complete(self, prompts: Sequence[Prompt], sampling: Sampling, go_on: Continue) -> Completions:
-        """``sampling.samples`` completions of each prompt.
+        """Return ``sampling.samples`` completions of each prompt.
 
         Raises:
-            UserError: the function raised, gave a conversation up too often, took too long, cancelled the run's tasks,
-                or returned what cannot be trained on.
+            UserError: if the function raises, gives up a conversation too often, takes too long, cancels tasks of the
+                run, or returns a completion that is unusable for training.
         """
         try:
             return self._runner.run(_Conversations(self, sampling, go_on).complete(prompts))
@@ -96,14 +100,14 @@ class LocalConversations:
 
 
 class _Conversations:
-    """Conversations of one call of the engine. What a function leaves running has no part in another call."""
+    """Conversations of one call of the engine. Leftover tasks of a function cannot affect a later call."""
 
     def __init__(self, of: LocalConversations, sampling: Sampling, go_on: Continue) -> None:
         self._of, self._sampling, self._continue = of, sampling, go_on
         self._requests: dict[Place, list[_Request]] = {}
-        """Requests of each conversation that waits."""
+        """Pending requests of each waiting conversation."""
         self._moved = asyncio.Event()
-        """A conversation has requested a turn, or ended."""
+        """Set when a conversation requests a turn or ends."""
         self._last_move = self._last_end = time.monotonic()
         self._named = False
 
@@ -119,7 +123,7 @@ class _Conversations:
         try:
             while under_way := [place for place, task in tasks.items() if not _is_over(task)]:
                 busy = [place for place in under_way if place not in self._requests]
-                first = (busy or under_way)[0]  # others may wait for those that are busy
+                first = (busy or under_way)[0]  # report a busy conversation, for which waiting conversations may wait
                 self._check(len(busy), len(under_way), prompts[first[0]].id)
                 if busy:
                     await self._wait()
@@ -135,15 +139,15 @@ class _Conversations:
         self._last_end, self._named = time.monotonic(), False
 
     def _check(self, busy: int, under_way: int, first: int) -> None:
-        """Check how long conversations have waited for these.
+        """Check the time since a conversation last requested a turn or ended. Report late conversations.
 
         Args:
-            busy: conversations that have not requested a turn.
-            under_way: conversations that have not ended.
-            first: id of the first one's prompt.
+            busy: number of conversations without a requested turn.
+            under_way: number of conversations that have not ended.
+            first: prompt id of the first such conversation.
 
         Raises:
-            UserError: for too long.
+            UserError: if a time exceeds ``timeout_s`` or ``end_s``.
         """
         of, now = self._of, time.monotonic()
         who, where = (
@@ -167,7 +171,7 @@ class _Conversations:
 
     async def _wait(self) -> None:
         """Wait until a conversation requests a turn or ends, or the next check is due."""
-        moved()  # the limits of conversations are looked at here
+        moved()  # report progress, because ``_check`` limits the conversations
         of = self._of
         left_s = max(self._last_move + of.timeout_s - time.monotonic(), 0.0)
         with suppress(TimeoutError):
@@ -202,8 +206,11 @@ class _Conversations:
         return await request.turn
 
     def _answer(self) -> None:
-        """Generate all requested turns. Those that end at the same tokens are decoded together, and the common context
-        of several samples of a prompt is read once."""
+        """Generate all requested turns.
+
+        Turns with the same stop tokens are decoded together. A context shared by several samples of a prompt is read
+        once.
+        """
         waiting, self._requests = self._requests, {}
         by_stops: dict[tuple[int, ...], dict[Any, list[_Request]]] = {}
         for request in (request for place in sorted(waiting) for request in waiting[place]):
@@ -218,13 +225,13 @@ class _Conversations:
             turns = self._continue(prefixes, replace(self._sampling, stop_token_ids=stops))
             for requests, paths in zip(every.values(), turns, strict=True):
                 for request, path in zip(requests, paths, strict=True):
-                    if not request.turn.done():  # else whoever asked was cancelled
+                    if not request.turn.done():  # a cancelled request is done already
                         request.turn.set_result(path.completion)
         self._last_move = time.monotonic()
 
 
 def _is_over(task: asyncio.Task[Completion]) -> bool:
-    """Whether a task has ended. Its exception is raised."""
+    """Return whether a task has ended. Raise the exception of a failed task."""
     if task.done():
         task.result()
     return task.done()
