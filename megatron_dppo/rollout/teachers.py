@@ -1,8 +1,8 @@
-"""Servers that teach: how likely the tokens of completions are to them, asked as soon as a group is complete.
+"""Query teacher servers for the log-probabilities of completions, as soon as a group is complete.
 
-A stock SGLang or vLLM server tells the log-probabilities of a text that it is given, token by token, at temperature 1.
-It gets token ids and no text, and every log-probability comes back with the id that it is of. The meaning of the
-ids is compared once, before the first step: both tokenizers have to read the whole vocabulary alike.
+A stock SGLang or vLLM server returns the log-probability of each token of a prompt, at temperature 1. The server
+receives token ids, not text, and returns the id with every log-probability. The vocabularies are compared once, before
+the first step: both tokenizers must decode the whole vocabulary to the same text.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from megatron_dppo.rollout.servers.launch import SECRET
 T = TypeVar("T")
 
 ASK_AGAIN_S = 3.0
-"""Seconds until a server that did not answer is asked again."""
+"""Seconds until a query is repeated if the server did not respond."""
 SHOWN = 20
-"""Characters of two vocabularies that are shown from where they part."""
+"""Characters of two vocabularies that an error shows, from the first difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherServer:
-    """A server that has been asked what it is."""
+    """Teacher server of known type and model."""
 
     url: str
     model: str
-    """The name by which it is asked for its model."""
+    """Name of the model in requests."""
     sglang: bool
-    """Whether it is SGLang; else it is vLLM."""
+    """Whether the server is SGLang; otherwise vLLM."""
     tokens: int
     """Size of the vocabulary shared with the policy."""
 
     def question(self, prompt: NDArray[np.int32], response: NDArray[np.int32]) -> tuple[str, dict[str, Any]]:
-        """Path and body of a question about a response's tokens."""
+        """Return the path and the body of a query for the tokens of a response."""
         tokens = [*prompt.tolist(), *response.tolist()]
         if self.sglang:
             sampling = {"max_new_tokens": 0, "temperature": 1.0}
@@ -62,16 +62,16 @@ class TeacherServer:
         return "/v1/completions", body
 
     def logprobs(self, answer: Mapping[str, Any], response: NDArray[np.int32]) -> NDArray[np.float32]:
-        """[L], what the answer says of the response's tokens.
+        """Return the log-probabilities of the tokens of a response, [L], from the answer of the server.
 
         Raises:
-            ServerError: it speaks of other tokens.
-            ValueError: it gives no log-probabilities.
+            ServerError: if the answer is about different tokens.
+            ValueError: if the answer lacks valid log-probabilities.
         """
         asked = response.tolist()
         if self.sglang:
             told = [(token, logprob) for logprob, token, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
-            # It gives the last token of a vocabulary the id 0, with the log-probability that is that token's.
+            # SGLang returns the id 0 for the last token of a vocabulary, with the log-probability of the last token.
             asked = [
                 0 if named == 0 and t >= self.tokens - 1 else t for (named, _), t in zip(told, asked, strict=False)
             ]
@@ -84,15 +84,15 @@ class TeacherServer:
 
 
 class TeacherServers:
-    """The servers that ``loss.distillation`` names, on every rank that rolls out. Collective.
+    """Servers named in ``loss.distillation``, on every rank that rolls out. Collective.
 
     Args:
-        config: of the run.
-        world: the ranks.
-        tokenizer: the policy's.
+        config: configuration of the run.
+        world: ranks that roll out.
+        tokenizer: tokenizer of the policy.
 
     Raises:
-        UserError: on every rank; a server does not answer, takes too few tokens, or has another vocabulary.
+        UserError: on every rank, if a server does not respond, accepts too few tokens, or has a different vocabulary.
     """
 
     def __init__(self, config: Config, world: World, tokenizer: Tokenizer) -> None:
@@ -113,15 +113,15 @@ class TeacherServers:
             raise
 
     def ask(self, prompt: Prompt, completion: Completion) -> Future[NDArray[np.float32]]:
-        """Have a completion to a prompt that a server teaches read, while something else is done."""
+        """Start a query for a completion in the background. The teacher of the prompt must be a server."""
         server = self._servers[str(self.distillation.teacher_of(prompt.data_source))]
         return self._http.start(readable(server.url, self._read_all(server, prompt, completion)))
 
     def answer(self, url: str, asked: Future[T]) -> T:
-        """Await a server's answer.
+        """Wait for the answer of a server.
 
         Raises:
-            UserError: the server failed.
+            UserError: if the server failed.
         """
         try:
             return asked.result()
@@ -138,7 +138,7 @@ class TeacherServers:
         get = partial(self._http.call, "GET", url, secret=self._secret, timeout_s=CONTROL_S)
         routes, models = (await get("/openapi.json"))["paths"], (await get("/v1/models"))["data"]
         server = TeacherServer(url, models[0]["id"], sglang="/generate" in routes, tokens=len(tokenizer))
-        if models[0]["max_model_len"] <= longest:  # vLLM generates a token, too
+        if models[0]["max_model_len"] <= longest:  # vLLM also generates a token
             problem = f"takes {models[0]['max_model_len']} tokens, and the longest sequence has {longest}, and one more"
             raise ServerError(url, problem, alive=True)
         vocabulary = list(range(len(tokenizer)))
@@ -152,7 +152,11 @@ class TeacherServers:
         return server
 
     async def _read_all(self, server: TeacherServer, prompt: Prompt, completion: Completion) -> NDArray[np.float32]:
-        """A further sequence's first token was not sampled: its log-probability is unknown and unused."""
+        """Return the log-probabilities of all sequences of a completion, [L].
+
+        The first token of each sequence after the first was not sampled. The log-probability of that token is unknown
+        and unused, and stays 0.
+        """
         said = np.zeros(len(completion.token_ids), np.float32)
         asked = [prompt_and_response(prompt.token_ids, completion, k) for k in range(len(sequences(completion)))]
         reading = (self._read(server, before, completion.token_ids[of]) for before, of in asked)
@@ -163,7 +167,11 @@ class TeacherServers:
     async def _read(
         self, server: TeacherServer, prompt: NDArray[np.int32], response: NDArray[np.int32]
     ) -> NDArray[np.float32]:
-        """A server that has died may come back, and is asked again. A refusal is final."""
+        """Return the log-probabilities of one response, [L].
+
+        A query to a dead server is repeated within ``rollout.timeout_s``, because the server may restart. A refusal is
+        final.
+        """
         path, body = server.question(prompt, response)
         async with self._room:
             until = time.monotonic() + self._timeout_s
@@ -181,20 +189,20 @@ class TeacherServers:
 
 
 class TeacherQuery:
-    """Completions of one rank's prompts, read in the order in which they come.
+    """Queries for the completions of the prompts of one rank, in order of completion.
 
     Args:
-        servers: that read them; None: nobody does.
-        prompts: P.
+        servers: teacher servers; None if no teacher is a server.
+        prompts: [P], prompts of this rank.
     """
 
     def __init__(self, servers: TeacherServers | None, prompts: Sequence[Prompt]) -> None:
         self._servers, self._prompts = servers, prompts
         self._asked: dict[int, list[Future[NDArray[np.float32]]]] = {}
-        """By the place of the prompt; those that no server teaches have none."""
+        """Started queries by index of the prompt. Prompts without a teacher server have no entry."""
 
     def look(self, groups: Iterable[tuple[int, tuple[Completion, ...]]]) -> None:
-        """Ask for groups that are complete, and wait for nothing."""
+        """Start the queries for complete groups, without waiting for answers."""
         if self._servers is None:
             return
         for place, group in groups:
@@ -202,12 +210,12 @@ class TeacherQuery:
                 self._asked[place] = [self._servers.ask(prompt, completion) for completion in group]
 
     def finish(self, completions: Completions, world: World) -> Completions:
-        """The same completions, with what the servers say of those that they teach. Collective.
+        """Return the completions with the log-probabilities of the teacher servers added. Collective.
 
-        Ranks wait in a short collective every ``EXCHANGE_S``, as they do for rollouts.
+        While queries are pending, ranks meet in a short collective every ``EXCHANGE_S``, as for rollouts.
 
         Raises:
-            UserError: on every rank; a server has not said it.
+            UserError: on every rank, if a server fails to return log-probabilities.
         """
         if self._servers is None:
             return completions
@@ -218,7 +226,7 @@ class TeacherQuery:
         return world.together(lambda: list(map(self._read, range(len(completions)), completions)), what="teachers")
 
     def abandon(self) -> None:
-        """The groups will not be complete: nobody needs what is said of them."""
+        """Cancel all queries, because the rollout failed and the answers are not needed."""
         for asked in self._asked.values():
             for future in asked:
                 future.cancel()
