@@ -1,6 +1,6 @@
-"""Which prompts a step considers, in which order they come, and what is remembered of them.
+"""Select the prompts of each step, in a reproducible order, and keep the reward history of the prompts.
 
-Only the leader has it, and it is part of every checkpoint.
+Only rank 0 has the sampler. The state of the sampler is part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -25,37 +25,39 @@ from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.types import Ints, Selection, StepMetadata
 
 INFLATION_KEPT = 0.9
-"""Weight that earlier steps keep in the mean of the variance inflation, from one step to the next."""
+"""Decay per step of the moving average of the variance inflation: weight of all earlier steps."""
 
 
 class SourceOrder:
-    """The prompts of one source, epoch after epoch. The permutation of an epoch is a function of (seed, epoch) and the
-    source's number alone."""
+    """Prompts of one source, epoch after epoch.
+
+    The permutation of an epoch is a function of the seed, the epoch and the number of the source alone.
+    """
 
     def __init__(self, number: int, first: int, size: int, seed: int) -> None:
         """
         Args:
-            number: of the source.
-            first: id of its first prompt; ids are consecutive from here.
-            size: prompts that it has.
+            number: number of the source.
+            first: id of the first prompt of the source; ids are consecutive.
+            size: number of prompts of the source.
             seed: seed of the permutations.
         """
         self._number, self._first, self._size, self._seed = number, first, size, seed
         self.go_to(0, 0)
 
     def go_to(self, epoch: int, position: int) -> None:
-        """As if so many epochs, and so many prompts of the next one, had been drawn."""
+        """Move to the state after ``epoch`` epochs and ``position`` prompts of the next epoch."""
         self.epoch, self.position = epoch, position
         draw = generator(self._seed, epoch, Purpose.ORDER, self._number)
         self._permutation = draw.permutation(self._size)
 
     @property
     def drawn(self) -> int:
-        """How many prompts."""
+        """Number of prompts drawn from the source."""
         return self.epoch * self._size + self.position
 
     def next(self) -> int:
-        """The next prompt's id."""
+        """Draw the next prompt; return the id."""
         if self.position == self._size:
             self.go_to(self.epoch + 1, 0)
         self.position += 1
@@ -63,19 +65,20 @@ class SourceOrder:
 
 
 class PromptOrder:
-    """Windows of distinct prompt ids, epoch after epoch. Its state is two numbers for each source and a short list.
+    """Windows of distinct prompt ids, epoch after epoch. The state is two numbers per source and a short list.
 
-    The next prompt is of the source that lags most behind its share of all that were drawn. A window that crosses the
-    end of an epoch goes on in the next one; an id that it holds already is passed over there and opens the next window
-    instead, so that no window holds a prompt twice and every epoch still visits every prompt exactly once.
+    - The next prompt is from the source that lags most behind its fraction of all drawn prompts.
+    - A window may cross the end of an epoch. An id that is already in the window is then deferred to the start of the
+      next window.
+    - No window contains a prompt twice, and every epoch contains every prompt exactly once.
     """
 
     def __init__(self, sizes: Sequence[int], seed: int, weights: Sequence[float] = (1.0,)) -> None:
         """
         Args:
-            sizes: prompts of each source.
+            sizes: number of prompts of each source.
             seed: seed of the permutations (``run.seed``).
-            weights: the sources' shares, up to a factor.
+            weights: fractions of the sources, up to a common factor.
         """
         self._size = sum(sizes)
         self._shares = [weight / sum(weights) for weight in weights]
@@ -84,11 +87,11 @@ class PromptOrder:
         self._deferred: list[int] = []
 
     def next_window(self, n: int, besides: Ints | None = None) -> Ints:
-        """[n], the next prompt ids.
+        """Return the next prompt ids, [n].
 
         Args:
-            n: how many.
-            besides: ids that the step holds already, none of which comes again; they are fewer by n than the pool.
+            n: number of prompts.
+            besides: ids that are already in the step, and are not repeated; at most the size of the pool minus n.
 
         Raises:
             UserError: if the pool has fewer than n prompts.
@@ -110,19 +113,19 @@ class PromptOrder:
         return np.array(window, np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands; JSON-able."""
+        """Return the position in the order, JSON-able."""
         first, *others = [(source.epoch, source.position) for source in self._sources]
         where = {"epoch": first[0], "position": first[1], "others": others, "deferred": list(self._deferred)}
         return {"size": self._size, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Resume from ``state``.
 
         Raises:
-            UserError: if it was taken from another number of prompts. Settings and files are compared before, see
+            UserError: if the number of prompts has changed. Settings and files have been compared before, see
                 ``resume.py``.
         """
-        if (before := state["size"]) != self._size:  # as generators may give, with the same settings
+        if (before := state["size"]) != self._size:  # generators may give a different number with the same settings
             problem, remedy = f"the checkpoint was written with {before} prompts", "Resume with the same data"
             raise UserError("data.train", f"{self._size} prompts", problem, f"{remedy}, or start another run.dir")
         places = [(state["epoch"], state["position"]), *state.get("others", ())]
@@ -137,19 +140,20 @@ class PromptOrder:
 
 
 def order_of(pool: Pool[Any], seed: int) -> PromptOrder:
-    """The order in which a pool is gone through."""
+    """Return the prompt order of a pool."""
     return PromptOrder([len(s.items) for s in pool.sources], seed, [source.weight for source in pool.sources])
 
 
 def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_per_step") -> None:
-    """
+    """Check that each source has enough prompts for its fraction of a window.
+
     Args:
-        pool: of a run.
-        window: the most prompts of a step.
-        setting: that says how many these are.
+        pool: pool of a run.
+        window: maximum number of prompts of a step.
+        setting: name of the setting for the number of prompts.
 
     Raises:
-        UserError: if a source is too small for its share of a window of so many prompts.
+        UserError: if a source is too small for its fraction of the window.
     """
     total = sum(source.weight for source in pool.sources)
     for number, source in enumerate(pool.sources):
@@ -161,22 +165,22 @@ def check_shares(pool: Pool[Any], window: int, setting: str = "rollout.prompts_p
 
 
 def widest_window(pool: Pool[Any]) -> int:
-    """The most prompts of a window in which each source of the pool has its share."""
+    """Return the size of the largest window for which every source of the pool has enough prompts."""
     total = sum(source.weight for source in pool.sources)
     return min(int(len(source.items) * total / source.weight) for source in pool.sources)
 
 
 class PromptSampler:
-    """The data order and the prompts' reward history. It learns of a step after the step's plan is made."""
+    """Data order and reward history of the prompts. The history is updated with a step after the plan of the step."""
 
     def __init__(self, config: Config, pool: PromptPool) -> None:
         """
         Args:
-            config: of the run.
-            pool: of its prompts the features are read, and never a label.
+            config: configuration of the run.
+            pool: pool of prompts; only features of the prompts are read, never a label.
 
         Raises:
-            UserError: if a window would need more prompts than the pool has, or one of its sources.
+            UserError: if a window needs more prompts than the pool, or a source of the pool, has.
         """
         pool_size = len(pool)
         if (widest := window_size(config)) > pool_size:
@@ -197,17 +201,20 @@ class PromptSampler:
         return self._draw(step, self._order.next_window(self._window()))
 
     def _window(self) -> int:
-        """N of the next step. ``pruning.noise`` lets it grow as far as the pool suffices."""
+        """Return N of the next step. With ``pruning.noise`` N may grow up to the widest window of the pool."""
         return min(window_size(self._config, self._inflation), self._widest)
 
     def select_more(self, step: int, so_far: StepMetadata, rounds: int) -> Selection | None:
-        """Draw further prompts of a step that is to have as many groups of mixed reward as its window has prompts; None
-        where it has them, or the pool or ``pruning.max_rounds`` is exhausted.
+        """Draw further prompts for a step that needs one group of non-zero reward variance per prompt of the window.
 
         Args:
-            step: counted from 0.
-            so_far: what its earlier rounds have given.
-            rounds: how many these were.
+            step: index of the step, from 0.
+            so_far: metadata of the earlier rounds of the step.
+            rounds: number of earlier rounds.
+
+        Returns:
+            None if the step has enough such groups, if the pool or ``pruning.max_rounds`` is exhausted, or if the
+            pruning rule has no rounds.
         """
         pruning, known = self._config.pruning, so_far.prompt_ids
         if not in_rounds(pruning) or rounds >= pruning.max_rounds:
@@ -231,11 +238,14 @@ class PromptSampler:
         )
 
     def remember(self, metadata: StepMetadata, inflation: float = 1.0) -> dict[str, float]:
-        """Learn from a step's full groups, after all draws of the step. Return metrics of the predictions.
+        """Update the reward history with the full groups of a step, after all draws of the step.
 
         Args:
-            metadata: of the step.
-            inflation: by how much pruning multiplied the step's variance, as it is estimated.
+            metadata: metadata of the step.
+            inflation: estimated factor of the variance of the step due to pruning.
+
+        Returns:
+            Predictor metrics.
         """
         self._inflation += (1.0 - INFLATION_KEPT) * (inflation - self._inflation)
         known, *_ = completion_terms(metadata, self._config, self._objective)
@@ -251,7 +261,7 @@ class PromptSampler:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able; floats survive exactly."""
+        """Return the state, JSON-able; floats are restored exactly."""
         return {"order": self._order.state_dict(), "history": self.history.state_dict(), "inflation": self._inflation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
