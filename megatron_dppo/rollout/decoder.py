@@ -231,7 +231,7 @@ class RolloutCache:
         return views
 
     def copy(self, sources: torch.Tensor, first: int, width: int) -> None:
-        """Copy the rows ``sources`` ([rows]) to rows from ``first`` on: the states and the first ``width`` positions."""
+        """Copy the rows ``sources`` ([rows]) to rows from ``first`` on: states and the first ``width`` positions."""
         span = slice(first, first + len(sources))
         self._stored[:, :, span, :, :width] = self._stored[:, :, sources, :, :width]
         for each in self._states:
