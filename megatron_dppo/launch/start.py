@@ -269,10 +269,11 @@ def torch_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ),
         "MASTER_PORT": str(FIRST_PORT + (job * 17 + step) % PORTS),
         "OMP_NUM_THREADS": str(_cores(environ)),
     }
+    if "MASTER_ADDR" not in environ:
+        ours["MASTER_ADDR"] = _first_host(environ)
     return {name: value for name, value in ours.items() if name not in environ}
 
 
