@@ -1,4 +1,4 @@
-"""The trainer from Python: a script trains, evaluates, plans a step, with functions of its own.
+"""Python interface of the trainer: train, evaluate and plan a step, with user-defined functions.
 
     from megatron_dppo.api import evaluate, load_config, train
 
@@ -6,11 +6,12 @@
     run.metrics[-1]["eval/accuracy"]
     evaluate(run).benchmarks
 
-The ranks are processes of their own, as under ``megatron-dppo train``: the process that calls holds no policy, can
-call again, and an interrupt ends them. On several machines ``torchrun`` or ``srun`` start ranks, with the command line.
+The ranks are separate processes, as under ``megatron-dppo train``. The calling process holds no policy, and can call
+again. An interrupt ends the ranks. On several machines, start ranks with the command line, under ``torchrun`` or
+``srun``.
 
-:func:`plan_step` is the algorithm alone, from lengths and rewards to what is trained on; ``prune``, in the package
-itself, is its pruning for other trainers.
+:func:`plan_step` is the algorithm alone, from lengths and rewards to a training plan. ``megatron_dppo.prune`` offers
+the algorithm's pruning to other trainers.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ SETTINGS: Mapping[str, str] = {
     "conversation": "rollout.conversation",
     "engine": "rollout.engine_function",
 }
-"""Functions that a run can be given, and the setting that names each."""
+"""Arguments that take a function, each with the setting that names the function."""
 _LOADS = '''"""What this run was given from Python as its {what}: {name}, of the module {module}."""
 
 import pickle
@@ -84,8 +85,9 @@ class RunFailedError(RuntimeError):
     """A run ended before its last step.
 
     Args:
-        code: the exit code of ``megatron-dppo train``: 2 for what the user can mend, 1 for a crash, 128 + a signal.
-        reason: as the run printed it; a notebook does not show the standard error of other processes.
+        code: exit code of ``megatron-dppo train``: 2 for a mistake that the user can correct, 1 for a crash, 128 + n
+            for signal n.
+        reason: printed reason of the failure. A notebook does not show the standard error of other processes.
     """
 
     def __init__(self, code: int, reason: str = "") -> None:
@@ -101,14 +103,14 @@ class Run:
     """Final result of a run."""
 
     folder: Path
-    """Its ``run.dir``."""
+    """``run.dir`` of the run."""
     finished: bool
-    """False if it was asked to stop (SIGUSR1) and has saved; the same call goes on from there."""
+    """False if the run saved and stopped on request (SIGUSR1). The same call resumes the run."""
 
     @cached_property
     def metrics(self) -> list[Row]:
-        """The rows of ``metrics.jsonl``, one for each step, by the names of docs/metrics.md. ``pandas.DataFrame(…)``
-        makes a table of them."""
+        """Rows of ``metrics.jsonl``, one per step, named as in docs/metrics.md. ``pandas.DataFrame(run.metrics)`` is a
+        table of the rows."""
         return read_metrics(self.folder)
 
 
@@ -117,26 +119,26 @@ class Evaluation:
     """Answers of a policy."""
 
     folder: Path
-    """With ``answers.jsonl`` and ``scores.json``."""
+    """Folder of ``answers.jsonl`` and ``scores.json``."""
 
     @cached_property
     def benchmarks(self) -> dict[str, dict[str, Any]]:
-        """The figures of docs/evaluation.md, by benchmark: ``["gsm8k"]["avg@k"]`` has value, low and high."""
+        """Figures of docs/evaluation.md, by benchmark: ``["gsm8k"]["avg@k"]`` has value, low and high."""
         return dict(json.loads((self.folder / SCORES).read_text(encoding="utf-8"))["benchmarks"])
 
     @cached_property
     def answers(self) -> list[AnswerRow]:
-        """The rows of ``answers.jsonl``, one for each answer."""
+        """Rows of ``answers.jsonl``, one per answer."""
         return [json.loads(line) for line in (self.folder / ANSWERS).read_text(encoding="utf-8").splitlines()]
 
 
 def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -> Config:
-    """The settings in a YAML file (defaults if None), with others laid over them, section by section.
+    """Return the settings of a YAML file (defaults if None), overridden section by section.
 
         load_config("configs/quickstart.yaml", run={"steps": 20}, pruning={"completions": {"keep": 0.3}})
 
     Raises:
-        UserError: as for the command line.
+        UserError: under the same conditions as on the command line.
     """
     return load_words(None if path is None else str(path), (), sections)
 
@@ -144,17 +146,19 @@ def load_config(path: str | Path | None = None, **sections: Mapping[str, Any]) -
 def step_metadata(
     rewards: ArrayLike, response_lengths: ArrayLike, prompt_lengths: ArrayLike, **more: Any
 ) -> StepMetadata:
-    """Input of :func:`plan_step` for a step without teachers, trees and roles, all of whose prompts were rolled out.
+    """Return the input of :func:`plan_step` for a step without teachers, trees and roles.
+
+    The defaults are for a step that rolled out all of its prompts.
 
     Args:
-        rewards: [Q, G]
-        response_lengths: [Q, G], tokens.
-        prompt_lengths: [Q], tokens.
-        more: fields of :class:`~megatron_dppo.rl.types.StepMetadata`, if the step has them: ``prompt_inclusion`` and
-            ``window``, in prompts, if some were pruned; ``score_norms``, ``owners``.
+        rewards: rewards of the completions, [Q, G].
+        response_lengths: tokens of the responses, [Q, G].
+        prompt_lengths: tokens of the prompts, [Q].
+        more: further fields of :class:`~megatron_dppo.rl.types.StepMetadata`: ``prompt_inclusion`` and ``window``
+            (number of prompts) if some prompts were pruned; ``score_norms``, ``owners``.
 
     Raises:
-        UserError: ``prompt_inclusion`` is given without ``window``.
+        UserError: if ``prompt_inclusion`` is given without ``window``.
     """
     if "prompt_inclusion" in more and "window" not in more:
         problem = "is given without window, the number of prompts that these were drawn from"
@@ -186,11 +190,12 @@ def plan_step(
     completion_rule: Callable[..., Any] | None = None,
     **of_layout: Any,
 ) -> StepPlan:
-    """:func:`megatron_dppo.rl.plan.plan_step`, also with an estimator of advantages and pruning rules of one's own:
-    given here, or named in settings.
+    """Plan one step by :func:`megatron_dppo.rl.plan.plan_step`, with user-defined advantages and pruning rules.
+
+    The functions are arguments here, or are named in the settings.
 
     Raises:
-        UserError: such a function cannot be found, or does not return what it has to.
+        UserError: if a function cannot be found, or returns an invalid result.
     """
     for what, given, functions in (
         ("advantage", advantage, advantages),
@@ -218,31 +223,34 @@ def train(
     engine: Callable[..., Any] | None = None,
     on_step: Callable[[Row], object] | None = None,
 ) -> Run:
-    """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if there is one.
+    """Train to ``run.steps``, from the last checkpoint in ``run.dir`` if the folder has a checkpoint.
 
-    Functions that are given here are kept in ``run.dir``, with what they use of the script, so that the command line
-    can resume the run.
+    Functions in the arguments are stored in ``run.dir``, with the parts of the script that the functions use, so that
+    the command line can resume the run.
 
     Args:
-        config: of the run.
-        reward: scores completions in place of ``reward.function``, in processes of its own; any signature that may be
-            named there.
-        objective: in place of ``loss.objective``: from :class:`~megatron_dppo.rl.losses.Tokens` to what is maximised.
-        advantage: in place of ``loss.advantage``: from rewards [Q, G] and columns to advantages, as
-            ``megatron_dppo/rl/advantages.py`` says.
-        prompt_rule: in place of ``pruning.prompts.rule``: from
+        config: configuration of the run.
+        reward: replacement for ``reward.function``, with any signature that the setting accepts; runs in separate
+            processes.
+        objective: replacement for ``loss.objective``: function from :class:`~megatron_dppo.rl.losses.Tokens` to the
+            maximised quantity.
+        advantage: replacement for ``loss.advantage``: function from rewards [Q, G] and columns to advantages, see
+            ``megatron_dppo/rl/advantages.py``.
+        prompt_rule: replacement for ``pruning.prompts.rule``: function from
             :class:`~megatron_dppo.rl.pruning.prompt_rules.PromptCandidates` and ``keep`` to inclusion probabilities.
-        completion_rule: in place of ``pruning.completions.rule``: from
+        completion_rule: replacement for ``pruning.completions.rule``: function from
             :class:`~megatron_dppo.rl.pruning.completion_rules.CompletionCandidates` and ``keep`` to inclusion
             probabilities.
-        conversation: in place of ``rollout.conversation``: has a conversation with the policy for each completion.
-        engine: in place of ``rollout.engine_function``: makes a :class:`~megatron_dppo.rollout.engine.RolloutEngine`.
-        on_step: called with the row of every step as it is written, in this process.
+        conversation: replacement for ``rollout.conversation``: function that has a conversation with the policy for
+            each completion.
+        engine: replacement for ``rollout.engine_function``: factory of a
+            :class:`~megatron_dppo.rollout.engine.RolloutEngine`.
+        on_step: callback in this process, called with the row of every step when the row is written.
 
     Raises:
-        UserError: for what can be seen to be wrong before a rank starts.
-        RunFailedError: the run ended early.
-        KeyboardInterrupt: it was interrupted.
+        UserError: if a mistake is found before a rank starts.
+        RunFailedError: if the run fails.
+        KeyboardInterrupt: if the run is interrupted.
     """
     _refuse_to_be_a_rank("train")
     folder = Path(config.run.dir)
@@ -269,15 +277,18 @@ def train(
 def evaluate(
     what: Config | Run, *, model: str | Path | Run | None = None, reward: Callable[..., Any] | None = None
 ) -> Evaluation:
-    """Have a policy answer held-out problems, as ``megatron-dppo eval`` does. What is answered already is not asked.
+    """Generate and score a policy's answers to held-out problems, as ``megatron-dppo eval`` does.
+
+    Answers that the folder has already are not generated again.
 
     Args:
-        what: settings, of which ``eval`` and ``data`` say what is asked; or a run, for its own settings and policy.
-        model: a Hugging Face directory, a run, or a checkpoint of one; None: what ``what`` says.
-        reward: tells right answers from wrong ones in place of ``reward.function``.
+        what: settings, with the choice of problems in ``eval`` and ``data``; or a run, with the run's settings and
+            policy.
+        model: Hugging Face directory, run, or checkpoint of a run; None: the policy of ``what``.
+        reward: replacement for ``reward.function``, which judges the answers.
 
     Raises:
-        UserError, RunFailedError, KeyboardInterrupt: as ``train``.
+        UserError, RunFailedError, KeyboardInterrupt: see ``train``.
     """
     _refuse_to_be_a_rank("evaluate")
     if isinstance(what, Run):
@@ -301,7 +312,7 @@ def _refuse_to_be_a_rank(function: str) -> None:
 
 
 def _run(command: Command, config: Config, meanwhile: Callable[[], None] = lambda: None) -> int:
-    """Start the ranks of a command, and wait for their end. Returns 0, or ``SAVED``."""
+    """Start the ranks of a command and wait for their end. Return 0 or ``SAVED``."""
     reasons: list[str] = []
     code = start_ranks(command, config, ranks_to_start(command, config), meanwhile, reasons.append)
     if code == 128 + signal.SIGINT:
@@ -318,18 +329,17 @@ def _with_functions(
     check: Callable[[Config, Mapping[str, str | None]], None] = lambda config, given: None,
     **functions: Callable[..., Any] | None,
 ) -> Config:
-    """The settings with the names by which ranks find these functions. They are kept in ``folder`` by value, under the
-    names that they were written with.
+    """Store these functions in ``folder`` by value, and return the settings with the functions' names for the ranks.
 
     Args:
-        check: refuses settings, and texts of functions by their settings, before the functions of an earlier run in
-            ``folder`` are replaced.
+        check: function that may refuse the settings, and the functions' source texts by setting. ``check`` is called
+            before the functions of an earlier run in ``folder`` are replaced.
     """
     given = {what: function for what, function in functions.items() if function is not None}
     names: dict[str, str] = {}
     for what, function in given.items():
         _check_call(what, function, None)
-        own = hasattr(function, "__name__") and function.__name__.isidentifier()  # a lambda is called <lambda>
+        own = hasattr(function, "__name__") and function.__name__.isidentifier()  # not a lambda's, <lambda>
         names[what] = function.__name__ if own else what
         config = _with_settings(config, SETTINGS[what].split("."), f"{folder / what}.py:{names[what]}")
     pickled = {what: _pickled(what, function) for what, function in given.items()}
@@ -350,9 +360,13 @@ def _with_functions(
 
 
 def _check_call(name: str, function: object, arguments: int | None) -> None:
-    """
+    """Check that ``function`` can be called.
+
+    Args:
+        arguments: number of positional arguments; None: not checked.
+
     Raises:
-        UserError: it is no function, or cannot be called with so many arguments; None: not looked at.
+        UserError: if ``function`` is not callable, or cannot be called with ``arguments`` arguments.
     """
     if not callable(function):
         raise UserError(name, repr(function), "is no function", "Give a function, or leave it out")
@@ -363,18 +377,19 @@ def _check_call(name: str, function: object, arguments: int | None) -> None:
     except TypeError as error:
         problem = f"cannot be called with {arguments} argument ({error})"
         raise UserError(name, _name_of(function), problem, "Give it one parameter, the row of a step") from error
-    except ValueError:  # built into Python, which does not tell its parameters
+    except ValueError:  # functions built into Python may have no signature
         return
 
 
 def _pickled(what: str, function: Callable[..., Any]) -> bytes:
-    """
+    """Return the function, pickled by value.
+
     Raises:
-        UserError: the function uses something that cannot be written to a file.
+        UserError: if the function uses an object that cannot be pickled.
     """
     try:
         return bytes(cloudpickle.dumps(function))
-    except Exception as error:  # of whatever it refers to
+    except Exception as error:  # the objects that the function refers to may raise any error
         problem = f"cannot be sent to the ranks ({type(error).__name__}: {error})"
         remedy = "Open files, locks and connections within the function, or name it in a file: FILE.py:FUNCTION"
         raise UserError(what, _name_of(function), problem, remedy) from error
@@ -385,9 +400,9 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _with_settings(section: AnySection, path: Sequence[str], value: str) -> AnySection:
-    """A copy with another value of the setting at ``path``; of a rule with its function, which is then in use."""
+    """Return a copy with another value of the setting at ``path``. The function of a pruning rule is also enabled."""
     name, *rest = path
     changes = {name: _with_settings(getattr(section, name), rest, value) if rest else value}
     if isinstance(section, PromptPruningConfig | CompletionPruningConfig):
-        changes["rule"] = "neyman"  # whose place the function takes
+        changes["rule"] = "neyman"  # replaced by the function
     return replace(section, **changes)
