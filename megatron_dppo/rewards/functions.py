@@ -1,6 +1,6 @@
-"""Which verifier a run uses, what counts as an answer of it, and the two small verifiers that come with the package.
+"""Reward functions: lookup by name, checks of the data, scores from results, and two small built-in verifiers.
 
-Runs in the scoring processes, and imports neither torch nor NumPy.
+Scoring processes import this file, therefore without torch and NumPy.
 """
 
 from __future__ import annotations
@@ -42,46 +42,46 @@ BUILTIN = {
     "verifiers": "megatron_dppo.data.verifiers:group_score",
 }
 OF_TEXT = ("math", "exact")
-"""Those that compare an answer with the label, letter by letter or as mathematics."""
+"""Verifiers that compare an answer with the label, letter by letter or as mathematics."""
 VERDICT = ("score", "acc", "pred", "by", "roles")
-"""Keys of a mapping that have a meaning; its other numbers are metrics."""
+"""Keys of a returned mapping that have a meaning. The mapping's other numbers are metrics."""
 LARGEST = 1e9
-"""Largest reward, on either side of 0. Squares of far larger ones overflow in advantages and gradients, where the
-learning rate would be blamed."""
+"""Largest absolute value of a reward. Squares of far larger rewards overflow in advantages and gradients, and a user
+would blame the learning rate."""
 
 
 class InvalidScoreError(ValueError):
-    """A reward function returned something that is no number to train on."""
+    """A reward function returned an invalid result."""
 
     def __init__(self, kind: str, value: object) -> None:
         """
         Args:
-            kind: what is wrong, without the value, so that errors of one kind can be told apart from another's.
-            value: what was returned.
+            kind: description of the problem without the value, so that errors can be grouped by kind.
+            value: result of the reward function.
         """
         self.kind = kind
         super().__init__(f"the reward function returned {kind}: {value!r:.200}")
 
 
 def parts_of(spec: str) -> list[tuple[str, str, float]]:
-    """The functions of a run's ``RewardConfig.spec``: each function's metric (empty for the only one), name, weight."""
+    """Return metric, name and weight of each function in ``RewardConfig.spec``; a single function's metric is empty."""
     return [(*each,) for each in json.loads(spec)] if spec.startswith('[["') else [("", spec, 1.0)]
 
 
 def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer | GroupScorer:
-    """The function that ``reward.function`` names: ``math``, ``exact``, ``module:function`` or ``file.py:function``; of
-    several the weighted sum.
+    """Return the scorer for ``reward.function``: ``math``, ``exact``, ``module:function`` or ``file.py:function``.
 
-    Modules are looked for in the working directory too; a file can import its neighbours. What is returned takes one
-    :class:`~megatron_dppo.rewards.adapters.ScoreItem`, whichever trainer the function was written for, or those of all
-    completions of a prompt.
+    - Several functions give one scorer of the weighted sum.
+    - Modules are also searched in the working directory. A file can import its neighbours.
+    - A scorer takes a :class:`~megatron_dppo.rewards.adapters.ScoreItem`, for functions written for any of the
+      supported trainers. A group scorer takes the items of all completions of a prompt.
 
     Args:
-        spec: of the run's ``RewardConfig``.
+        spec: ``RewardConfig.spec`` of the run.
         thinking_tags: ``reward.thinking_tags``, for ``math`` and ``exact``.
 
     Raises:
-        UserError: if it cannot be found, imported or called so.
+        UserError: if a function cannot be found, imported or called in a supported form.
     """
     if (parts := parts_of(spec))[0][0]:
         return _weighted(parts, [resolve(function, thinking_tags) for _, function, _ in parts])
@@ -104,14 +104,14 @@ def resolve(spec: str, thinking_tags: Sequence[str] = THINKING_TAGS) -> Scorer |
 
 
 def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
-    """Find out before anything is generated whether a built-in verifier can compare answers with these labels.
+    """Check, before generation starts, that the built-in verifiers can compare answers with these labels.
 
     Args:
-        spec: of the run's ``RewardConfig``.
-        labels: each with its file and row.
+        spec: ``RewardConfig.spec`` of the run.
+        labels: pairs of place (file and row) and label.
 
     Raises:
-        UserError: for the first that it cannot; names the row.
+        UserError: if a label cannot be compared. The message names the first row with an unfit label.
     """
     of_text = [function for _, function, _ in parts_of(spec) if function in OF_TEXT]
     for (place, label), spec in product(labels, of_text):
@@ -127,14 +127,14 @@ def check_labels(spec: str, labels: Iterable[tuple[str, object]]) -> None:
 
 
 def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -> None:
-    """Find out before anything is generated whether rows have the columns that a function of TRL's form is called with.
+    """Check, before generation starts, that rows have the columns that functions of TRL's form require.
 
     Args:
-        spec: of the run's ``RewardConfig``.
-        rows: each with its file and number, and its columns as the function is given them.
+        spec: ``RewardConfig.spec`` of the run.
+        rows: pairs of place (file and number) and columns as passed to the function.
 
     Raises:
-        UserError: for the first row that lacks one.
+        UserError: if a row lacks a column. The message names the first row that lacks a column.
     """
     for _, name, _ in parts_of(spec):
         wanted = [] if name in BUILTIN else columns_wanted(load_function(SETTING, name))
@@ -147,10 +147,10 @@ def check_columns(spec: str, rows: Sequence[tuple[str, Mapping[str, object]]]) -
 
 
 def label_text(label: object) -> str:
-    """A label as the built-in verifiers compare it: a text, or the only one of a list.
+    """Return a label as the text for the built-in verifiers. A list of one element is replaced by the element.
 
     Raises:
-        ValueError: for anything else; its text says what it is.
+        ValueError: if the label has no single text. The message describes the label.
     """
     if isinstance(label, list) and len(label) == 1:
         label = label[0]
@@ -168,11 +168,12 @@ def _of_text(function: RewardFunction, tags: Sequence[str]) -> Scorer:
 
 
 def read_score(returned: object) -> Score:
-    """Read a function's result. Its metrics are those that it has logged, and the further numbers of a mapping; values
-    that are not finite are left out.
+    """Read a function's result. Metrics are the logged metrics and the further numbers of a returned mapping.
+
+    Metrics that are not finite are left out.
 
     Raises:
-        InvalidScoreError: as ``to_score``.
+        InvalidScoreError: under the conditions of ``to_score`` and ``role_rewards``.
     """
     if isinstance(returned, Score):
         return returned
@@ -184,8 +185,8 @@ def read_score(returned: object) -> Score:
 
 
 def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer | GroupScorer]) -> Scorer | GroupScorer:
-    """Scorer by the weighted sum of several scorers' rewards. As in TRL, a function that returns None has no share in
-    the sum."""
+    """Return a scorer of the weighted sum of the scorers' rewards. As in TRL, the sum leaves out functions that return
+    None."""
     of_one = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
     if len(of_one) < len(scorers):
 
@@ -201,7 +202,7 @@ def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer 
 
         async def scorer_of_sum(item: ScoreItem) -> Score:
             results: list[object] = []
-            for scorer in of_one:  # one after another: only steps of this very task count as processor time
+            for scorer in of_one:  # await in sequence: only steps of this task count as processor time
                 try:
                     returned = scorer(item)
                     results.append(await returned if inspect.isawaitable(returned) else returned)
@@ -221,7 +222,7 @@ def _or_error(scorer: Scorer, item: ScoreItem) -> object:
 
 
 def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> Score:
-    """One verdict from those of all functions, of which some may be NotScoredError."""
+    """Combine the results of all functions into one score. Results that are a NotScoredError are left out."""
     scored: list[tuple[str, float, Score]] = []
     for (metric, function, weight), result in zip(parts, results, strict=True):
         if not isinstance(result, NotScoredError):
@@ -240,11 +241,12 @@ def _sum(parts: Sequence[tuple[str, str, float]], results: Sequence[object]) -> 
 
 
 def to_score(returned: object) -> tuple[float, bool]:
-    """The reward, and whether the completion is correct: ``acc`` where there is one, else a score of 1 or more.
+    """Return the reward, and whether the completion is correct: ``acc`` if present, else whether the reward is 1 or
+    more.
 
     Raises:
-        InvalidScoreError: for anything but a number within ±``LARGEST``, or a mapping with one under ``score``; for an
-            ``acc`` that is neither true nor false, 1 nor 0.
+        InvalidScoreError: if the result is not a number within ±``LARGEST``, or a mapping with a number within this
+            range under ``score``; or if ``acc`` is not true, false, 1 or 0.
     """
     score, accuracy = returned, None
     if isinstance(returned, Mapping):
@@ -260,10 +262,10 @@ def to_score(returned: object) -> tuple[float, bool]:
 
 
 def role_rewards(returned: object) -> dict[str, float]:
-    """Rewards of a conversation's roles: ``roles``, if the function returned a mapping with them.
+    """Return the rewards of a conversation's roles: ``roles`` of a returned mapping, else no rewards.
 
     Raises:
-        InvalidScoreError: as ``to_score``.
+        InvalidScoreError: if ``roles`` is not a mapping, or a reward is not a number within ±``LARGEST``.
     """
     roles = returned.get("roles", {}) if isinstance(returned, Mapping) else {}
     if not isinstance(roles, Mapping):
@@ -282,8 +284,11 @@ def _number(score: object, returned: object) -> float:
 
 
 def details(returned: object) -> tuple[str | None, tuple[str, ...]]:
-    """The answer that a function took from the completion (verl's ``pred``), and the equivalences that it needed
-    (``by``), where it returned a mapping with them."""
+    """Return the answer that a function took from the completion, and the equivalences that the function needed.
+
+    The answer is ``pred`` (verl's name) of a returned mapping, else None. The equivalences are ``by`` of the mapping,
+    else empty.
+    """
     if not isinstance(returned, Mapping):
         return None, ()
     answer, by = returned.get("pred"), returned.get("by")
@@ -299,8 +304,11 @@ def exact_score(
     prompt: str = "",
     thinking_tags: Sequence[str] = THINKING_TAGS,
 ) -> float:
-    """1 if the text after the last number sign, or the whole text if there is none, is the label; else 0. The thoughts
-    are no part of the text, see :func:`~megatron_dppo.rewards.math.completion.after_thoughts`."""
+    """Return 1 if the text after the last number sign is the label, else 0.
+
+    Without a number sign, the whole text is compared. Thoughts are removed from the text first, see
+    :func:`~megatron_dppo.rewards.math.completion.after_thoughts`.
+    """
     solution_str = after_thoughts(solution_str, prompt, thinking_tags)
     return float(solution_str.rpartition("#")[2].strip() == ground_truth.rpartition("#")[2].strip())
 
@@ -315,13 +323,13 @@ def _verifier(task: str, settings: str) -> Callable[[str, Mapping[str, Any]], fl
 def reasoning_gym_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
 ) -> dict[str, object]:
-    """The task verifier's score of the last ``<answer>…</answer>``, or of the whole text if there is none.
+    """Return the task verifier's score of the last ``<answer>…</answer>``; without this tag, of the whole text.
 
-    Verifiers give part of 1 for an answer that is close, or of the wrong form; right is what gets 1. Some of them raise
-    on an answer that they cannot read, which is a wrong answer.
+    Verifiers give a fraction of 1 for an answer that is close or has the wrong form. Only a score of 1 is correct. An
+    answer is wrong if the verifier raises an error because the verifier cannot read the answer.
 
     Raises:
-        KeyError: the prompt is none of reasoning-gym's.
+        KeyError: if the prompt is not from reasoning-gym.
     """
     from reasoning_gym.utils import extract_answer
 
