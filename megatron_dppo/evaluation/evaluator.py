@@ -1,7 +1,7 @@
-"""Held-out problems: read as the policy is asked them, answered by an engine, scored, and put to the vote.
+"""Held-out problems: load the prompts, generate answers with an engine, score the answers, and take majority votes.
 
-A training run's evaluations, ``evaluate``, and ``megatron-dppo eval`` do the same here. Every rank asks and scores its
-own share.
+Evaluations during training, ``evaluate`` and ``megatron-dppo eval`` all use this file. Every rank requests and scores
+the answers to its own problems.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megatron_dppo.rollout.engine import Sampling
 from megatron_dppo.rollout.scoring import check_failures, failed_scores
 
 MOST = 1 << 20
-"""Problems of one name that have ids of their own."""
+"""Largest number of problems per name with distinct ids."""
 MOST_SOURCES = 50
-"""Data sources whose accuracies are metrics of their own; of more there are none."""
+"""Largest number of data sources with a separate accuracy metric each. With more sources, no source has a metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +47,51 @@ class EvalProblem:
     """One held-out problem."""
 
     name: str
-    """The name of its benchmark or file; "" where a run has one file without a name."""
+    """Name of the problem's benchmark or file; "" if the run has a single file without a name."""
     number: int
-    """Its number in that file, from 0."""
+    """Index of the problem in the file, from 0."""
     prompt: Prompt
     verifier: str
-    """The reward function that judges answers to it: a ``RewardConfig.spec``."""
+    """Reward function that judges the answers: a ``RewardConfig.spec``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion of a problem, and its score."""
+    """Completion of a problem, with the score."""
 
     text: str | None
-    """Without special tokens; None where the caller did not ask for texts."""
+    """Text without special tokens; None if the caller did not request texts."""
     extracted: str
-    """The answer that the text states; empty if it states none."""
+    """Answer that the text states; empty if the text states no answer."""
     score: Score | None
-    """None where scoring failed."""
+    """None if scoring failed."""
     tokens: int
     finish_reason: Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
 class EvalAnswers:
-    """Answers to P problems, k to each, in the problems' order."""
+    """Answers to P problems, k per problem, in the order of the problems."""
 
     answers: Sequence[Sequence[Answer]]
     """[P][k]"""
     votes: Floats
-    """[P], ``vote``; not a number where no answer could be scored."""
+    """[P], result of ``vote``; NaN if no answer could be scored."""
     failed: Sequence[Score]
-    """Scores of the answers that could not be scored."""
+    """Scores of the answers whose scoring failed."""
 
 
 def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> list[EvalProblem]:
-    """All problems that a run holds out, source by source, at most ``eval.problems`` of each.
+    """Return all held-out problems of a run, source by source, at most ``eval.problems`` per source.
 
     Args:
-        config: of the run.
-        tokenizer: of the policy.
+        config: configuration of the run.
+        tokenizer: tokenizer of the policy.
         max_positions: tokens that the policy was made for, prompt and answer together.
 
     Raises:
-        UserError: as ``sources`` and ``load_prompts``; and for a benchmark's prompt that leaves an answer no room.
+        UserError: see ``sources`` and ``load_prompts``; also if a benchmark's prompt leaves no room for the longest
+            answer.
     """
     if config.eval.problems == 0:
         return []
@@ -98,7 +99,7 @@ def held_out(config: Config, tokenizer: Tokenizer, *, max_positions: int) -> lis
 
 
 def indices_by(names: Iterable[str]) -> dict[str, list[int]]:
-    """The indices at which each name stands, in the order of their first appearance."""
+    """Return the indices of each name, in the order of the names' first appearance."""
     found: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         found.setdefault(name, []).append(index)
@@ -118,13 +119,14 @@ def _load(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: 
         prompts = load_prompts(replace(config.data, eval=source.file), tokenizer, split="eval")
     prompts = prompts[: config.eval.problems]
     check_labels(verifier, [(prompt.place, prompt.label) for prompt in prompts])
-    # The engine's seed depends on the id: problems of the same number in two benchmarks get different ones.
+    # Problems of the same number in two benchmarks get different ids, because the engine's seed depends on the id.
     first = zlib.crc32(source.name.encode()) * MOST if named else 0
     return [EvalProblem(source.name, i, dataclasses.replace(p, id=first + i), verifier) for i, p in enumerate(prompts)]
 
 
 def _named(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions: int) -> Sequence[Prompt]:
-    """Prompts of a file that ``eval.benchmarks`` names. None is ever left out: a score is of all problems."""
+    """Return the prompts of a file that ``eval.benchmarks`` names. An overlong prompt is an error and is never dropped,
+    because a score covers all problems."""
     rows, data = rows_of(source, config.data)
     prompts = prompts_of(rows, data, tokenizer)
     most = config.answer_tokens
@@ -137,10 +139,10 @@ def _named(source: HeldOut, config: Config, tokenizer: Tokenizer, max_positions:
 
 
 class Evaluator:
-    """Has an engine answer problems, and each verifier's workers judge its own.
+    """Generates answers with an engine, and scores each answer with the workers of the problem's verifier.
 
     Args:
-        collectors: by verifier; the same verifiers on every rank.
+        collectors: collectors by verifier, with the same verifiers on every rank.
     """
 
     def __init__(self, config: Config, world: World, collectors: Mapping[str, Collector]) -> None:
@@ -148,16 +150,16 @@ class Evaluator:
         self._seed = engine_seed(config.run.seed, 0, Purpose.EVALUATION)
 
     def answer(self, problems: Sequence[EvalProblem], *, keep: int, of_all: int) -> EvalAnswers:
-        """Answer every problem ``eval.samples`` times. Collective; every rank gets the same.
+        """Answer every problem ``eval.samples`` times. Collective; every rank returns the same answers.
 
-        Where the engine can be seeded, an answer depends on the policy, ``run.seed``, the problem and the sample's
-        number, and on nothing else: every evaluation of a policy gives the same answers.
+        If the engine can be seeded, an answer depends only on the policy, ``run.seed``, the problem and the sample's
+        number. Every evaluation of a policy then gives the same answers.
 
         Args:
-            problems: to be asked, the same on every rank.
-            keep: the number of problems, from the first one on, whose answers keep their texts.
-            of_all: the number of answers of the whole evaluation. Once more of them failed than ``reward.max_failures``
-                allows, the rest is left unscored, and ``check_failures`` will stop the evaluation.
+            problems: held-out problems, the same on every rank.
+            keep: number of problems, from the first on, whose answers keep their texts.
+            of_all: number of answers in the whole evaluation. Once more scores failed than ``reward.max_failures``
+                allows, the rest of the answers are not scored, and ``check_failures`` will stop the evaluation.
         """
         settings = self._config.eval
         mine = range(self._world.rank, len(problems), self._world.size)
@@ -193,7 +195,7 @@ class Evaluator:
     def _share(
         self, indices: Sequence[int], groups: Sequence[Group], keep: int
     ) -> dict[int, tuple[list[Answer], float]]:
-        """Answers to this rank's problems and their votes, by the problems' indices, for all ranks."""
+        """Return this rank's answers and votes by the index of the problem, as a message to all ranks."""
         tags = self._config.reward.thinking_tags
         answers = [
             [
@@ -210,12 +212,13 @@ class Evaluator:
 
 
 def vote(answers: Sequence[Answer]) -> float:
-    """Return the chance that the most frequent answer is right. All right answers are one answer, the label's.
+    """Return the chance that the most frequent answer is right. All right answers count as one answer, the label.
 
-    Wrong answers are equal if their texts are. Equally frequent answers share the chance. Empty answers have no vote.
+    Wrong answers are equal if the texts are equal. Equally frequent answers share the chance. Empty wrong answers have
+    no vote.
 
     Returns:
-        1, 0, or 1/m if the right answer is one of m that are equally frequent; NaN if no answer could be scored.
+        1, 0, or 1/m if the right answer is one of m equally frequent answers; NaN if no answer could be scored.
     """
     scored = [(answer.extracted, answer.score.correct) for answer in answers if answer.score]
     if not scored:
@@ -228,7 +231,8 @@ def vote(answers: Sequence[Answer]) -> float:
 
 
 def temperature_of(config: Config) -> float:
-    """The temperature for held-out problems. It is 0 for one sample only: several greedy answers are all the same."""
+    """Return the temperature for held-out problems. The default is 0 only for a single sample, because several greedy
+    answers would all be equal."""
     if config.eval.temperature is None:
         return config.rollout.temperature if config.eval.samples > 1 else 0.0
     return config.eval.temperature
@@ -241,7 +245,7 @@ def open_verifiers(
     to_close: ExitStack,
     known: Mapping[str, RewardWorkers],
 ) -> dict[str, RewardWorkers]:
-    """Workers of every verifier that the problems want, started where they are not ``known`` already. Collective."""
+    """Return workers for every verifier of the problems, and start the workers that ``known`` lacks. Collective."""
     workers = {
         verifier: known.get(verifier) or to_close.enter_context(closing(RewardWorkers.of(config.reward, verifier)))
         for verifier in dict.fromkeys(problem.verifier for problem in problems)
@@ -263,7 +267,7 @@ def _answer(completion: Completion, text: str, score: Score | None, prompt: str,
 
 @dataclass(frozen=True, slots=True)
 class ShownAnswer:
-    """One answer for people to read."""
+    """Answer for people to read."""
 
     prompt: str
     answer: str
@@ -273,24 +277,25 @@ class ShownAnswer:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutScores:
-    """The scores of the answers to the held-out problems."""
+    """Scores of the answers to the held-out problems."""
 
     metrics: dict[str, float]
-    """``eval/…``; of several files each one's accuracy under its name, and ``eval/accuracy`` is their mean."""
+    """``eval/…``. With several files, each file's accuracy has the file's name, and ``eval/accuracy`` is the mean."""
     shown: tuple[ShownAnswer, ...]
     notes: tuple[str, ...]
-    """Notes for the log on how scoring failed."""
+    """Notes for the log on failures of scoring."""
     problems: Mapping[str, int] = field(default_factory=dict)
-    """How many were asked, by name. The interval of an accuracy depends on it."""
+    """Number of answered problems by name. The interval of an accuracy depends on this number."""
 
 
 def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Config) -> HeldOutScores:
-    """Answer every problem. Collective. Rates are over the answers that could be scored.
+    """Answer and score every problem. Collective. Accuracies and rewards are means over the scored answers.
 
     Args:
-        evaluator: of the run.
-        problems: held out, those of one file after those of another.
-        config: of the run: how often each is answered, and how many answers are returned for people to read.
+        evaluator: evaluator of the run.
+        problems: held-out problems, file by file.
+        config: configuration of the run, with the number of answers per problem and the number of answers to return
+            for people to read.
 
     Raises:
         UserError: on every rank, if more than ``reward.max_failures`` of the answers could not be scored.
@@ -318,7 +323,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
     for name, mine in groups.items() if 1 < len(groups) <= MOST_SOURCES else ():
         correct = [_is_right(answer) for index in mine for answer in found.answers[index] if answer.score]
         metrics |= {f"eval/{BY_SOURCE}{name}": sum(correct) / len(correct)} if correct else {}
-    if accuracies:  # of nothing there is no accuracy, not even 0
+    if accuracies:  # without scored answers the accuracy is undefined, not 0
         metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     shown = [
@@ -330,7 +335,7 @@ def evaluate(evaluator: Evaluator, problems: Sequence[EvalProblem], config: Conf
 
 
 def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> dict[str, float]:
-    """The metrics of one file under slime's names; without those that have no value."""
+    """Return the metrics of one file under slime's names. Metrics without a value are left out."""
     correct = np.array([[_is_right(answer) for answer in group] for group in groups], np.float64)
     samples = correct.shape[1]
     truncated = [answer.finish_reason == "length" for group in groups for answer in group]
@@ -342,5 +347,5 @@ def _figures(name: str, groups: Sequence[Sequence[Answer]], votes: Floats) -> di
 
 
 def _is_right(answer: Answer) -> float:
-    """1 or 0, and not a number where scoring failed."""
+    """Return 1 or 0; NaN if scoring failed."""
     return float("nan") if answer.score is None else float(answer.score.correct)
