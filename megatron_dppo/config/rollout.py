@@ -25,56 +25,57 @@ from megatron_dppo.config.types import (
 
 class ArithmeticConfig(Section):
     problems: Pool = 512
-    """Size of the training pool. It is finite, so that prompts come back and pruning by history has a history."""
+    """Size of the training pool. The pool is finite, so that prompts come back and pruning by history has a history."""
     eval_problems: Pool = 200
-    """Held-out problems, none of which is in the training pool."""
+    """Number of held-out problems, disjoint from the training pool."""
     min_terms: Annotated[int, Ge(2)] = 2
     """Fewest numbers in a sum."""
     max_terms: Annotated[int, Ge(2), Le(1000)] = 4
-    """Most numbers in a sum; the written-out answer has one line per addition, so its length varies with this."""
+    """Most numbers in a sum. The written-out answer has one line per addition, so that the length of answers varies
+    with this setting."""
     max_operand: Positive = 99
     """Largest number in a sum."""
     forgotten_carries: Share = 0.0
-    """Share of the carries that the worked answers forget. Above one half ``sft`` teaches a policy that is mostly wrong
-    where there is a carry and sometimes right: what reinforcement learning can mend."""
+    """Fraction of the carries that the worked answers forget. Above one half, ``sft`` teaches a policy that is mostly
+    wrong and sometimes right on sums with a carry. Reinforcement learning can correct this mistake."""
     short_answers: Share = 0.0
-    """Share of the worked answers that are the result alone, always right: ``sft`` on both styles leaves it to
-    reinforcement learning which of them the policy settles on."""
+    """Fraction of the worked answers that are the result alone, always right. After ``sft`` on both styles,
+    reinforcement learning decides the style of the policy."""
     seed: int = 0
-    """Seed of the problems; apart from run.seed, so that runs with several seeds share their problems."""
+    """Seed of the problems, separate from run.seed, so that runs with several seeds share the problems."""
 
 
 class ReasoningGymConfig(Section):
-    """Read where ``data.train`` is ``reasoning_gym``; see ``data/generators.py``."""
+    """Problems of reasoning-gym, if ``data.train`` is ``reasoning_gym``; see ``data/generators.py``."""
 
     tasks: dict[str, dict[str, Any]] = Field(default={"chain_sum": {}})
-    """reasoning-gym's names of the tasks, each with settings for its generator (``{}``: its own defaults); problems are
-    taken from them in turn."""
+    """reasoning-gym's names of the tasks, each with settings for the task's generator (``{}``: the generator's
+    defaults). Problems are taken from the tasks in turn."""
     problems: Pool = 4096
     """Size of the training pool."""
     eval_problems: Pool = 200
-    """Held-out problems, none of which is in the training pool."""
+    """Number of held-out problems, disjoint from the training pool."""
     seed: int = 0
     """Seed of the problems."""
 
 
 class VerifiersConfig(Section):
-    """Read where ``data.train`` is ``verifiers``; see ``data/verifiers.py``."""
+    """Environment of verifiers, if ``data.train`` is ``verifiers``; see ``data/verifiers.py``."""
 
     environment: str = ""
-    """An environment, by the id that verifiers' ``load_environment`` takes. One of several turns wants
+    """Environment, by the id that verifiers' ``load_environment`` takes. An environment of several turns requires
     ``rollout.conversation=verifiers``."""
     arguments: dict[str, Any] = Field(default={})
-    """For its ``load_environment``."""
+    """Arguments of the environment's ``load_environment``."""
     eval_problems: Pool = 200
-    """Problems that are drawn to be held out where the environment has no held-out ones of its own."""
+    """Number of problems to draw and hold out, if the environment has no held-out problems."""
 
 
 class SourceConfig(Section):
     path: str
-    """As ``data.train`` names it."""
+    """Source of prompts, in a form that ``data.train`` accepts."""
     weight: AboveZero = 1.0
-    """Its prompts' share of every step, relative to the other sources'."""
+    """Weight of the source's prompts in every step, relative to the other sources' weights."""
     prompt_key: str | None = None
     """null: ``data.prompt_key``."""
     label_key: str | None = None
@@ -83,45 +84,45 @@ class SourceConfig(Section):
 
 class DataConfig(Section):
     train: str | tuple[SourceConfig, ...] = "arithmetic"
-    """JSONL or parquet file of prompts, or a folder of such files, which are read in the order of their names; a data
-    set of the Hugging Face hub (``openai/gsm8k:main``: its id, then its configuration and its split, which may be left
-    out where it has one, and for ``train``); ``arithmetic`` or ``reasoning_gym``, which generate them; or
-    ``verifiers``, whose environments bring them. Or several of these, each with its share of every step: ``[{path:
-    a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]``; each goes through its prompts in an order and in epochs of its
-    own."""
+    """Source of prompts: a JSONL or parquet file; a folder of JSONL or parquet files, read in the order of the file
+    names; a data set of the Hugging Face hub, such as ``openai/gsm8k:main``; a generator, ``arithmetic`` or
+    ``reasoning_gym``; or ``verifiers``, with the prompts of an environment. The name of a data set is the id, then the
+    configuration and the split. A data set's only configuration may be left out, and so may the split ``train``.
+    Several sources have a weight each: ``[{path: a.jsonl, weight: 3}, {path: b.parquet, weight: 1}]``. The weights
+    divide every step among the sources. Each source has separate epochs and a separate order of prompts."""
     rollouts: str | None = None
-    """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy, which are
-    trained on in the place of data.train and of the policy's own rollouts; see ``data/offline.py``. Biased: a
-    bounded weight for each token, policy over behaviour, is all that corrects for the other policy. null: the policy
-    rolls out."""
+    """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy. Training uses
+    this file instead of data.train and the policy's own rollouts; see ``data/offline.py``. Biased: the only correction
+    for the other policy is a bounded weight for each token, the ratio of the two policies'
+    probabilities. null: the policy generates the rollouts."""
     eval: str | dict[str, str] | None = None
-    """Held-out prompts, a file, a folder or a data set of the hub (its split ``test`` where it names none); or several
-    of them, each by its name: ``{aime24: aime24.jsonl, …}``, whose accuracy is then ``eval/aime24``; null: the held-out
-    problems of the generator that data.train names, or no evaluation for files and for data.rollouts."""
+    """Held-out prompts: a file, a folder or a data set of the hub (default split: ``test``); or several sources by
+    name: ``{aime24: aime24.jsonl, …}`` gives the accuracy ``eval/aime24``. null: the held-out problems of the generator
+    in data.train, or no evaluation for files and for data.rollouts."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages (also as JSON text) that ends before the answer. Dots
     reach into nested objects."""
     label_key: str = "label"
     """Column of the reference answer (``reward_model.ground_truth`` for files in verl's form): a text, or a number,
-    made one; objects and lists reach functions of your own as they are."""
+    which becomes a text. User-defined functions receive objects and lists unchanged."""
     response_key: str | None = None
     """Column of the worked answer that ``sft`` imitates; null: the label's column."""
     system: str | None = None
-    """System message put before every prompt that has none; an empty one leaves out a template's own. A chat with a
-    system message of its own keeps that, and is not given this one."""
+    """System message before every prompt. A chat that has a system message keeps that message instead. An empty text
+    leaves out the template's default message."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template. false: the prompt's text, after the special tokens that the
     tokenizer puts before text, such as Llama's beginning of text."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
-    """Switches of the chat template, such as ``{enable_thinking: false}`` of Qwen3's, that are not left as they are by
-    default; as TRL and vLLM call them."""
+    """Switches of the chat template with other values than the template's defaults, such as ``{enable_thinking:
+    false}`` for Qwen3. TRL and vLLM have the same name for this setting."""
     date: str | None = None
     """Date for a chat template that prints one, such as Llama 3.2's: ``2026-01-31``. null: the day of the first start,
     which is stored in the folder of the run or evaluation."""
     max_prompt_tokens: Positive = 512
     """Longest prompt, in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """Handling of prompts over max_prompt_tokens: stop before the run begins, or drop and count them."""
+    """Handling of prompts over max_prompt_tokens: stop before the run begins, or drop and count the prompts."""
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     reasoning_gym: ReasoningGymConfig = ReasoningGymConfig()
     verifiers: VerifiersConfig = VerifiersConfig()
@@ -138,37 +139,38 @@ class DataConfig(Section):
 
 
 ServerKind = Literal["sglang", "vllm"]
-"""Kinds of rollout servers; each has a file of its name in ``rollout/servers``."""
+"""Kinds of rollout servers. Each kind has a file of the same name in ``rollout/servers``."""
 
 
 class LaunchConfig(Section):
-    """Servers that the run starts itself, on the machine of its first rank, and restarts when they die."""
+    """Servers that the run starts on the machine of rank 0, and restarts if a server dies."""
 
     count: Count = 0
-    """How many; 0: none, they are given in rollout.servers."""
+    """Number of servers; 0: the run starts no server, and rollout.servers names the servers."""
     tp: Positive | tuple[Positive, ...] = 1
-    """Tensor-parallel ranks of each server: one number for all, or one for each."""
+    """Tensor-parallel ranks of each server: one number for all servers, or one number per server."""
     command: tuple[str, ...] | None = None
     """Command that starts a server, before the flags for model, address and layout; null: ``python -m
-    sglang.launch_server`` or ``vllm serve``, from the path. Servers require their own environment: name its interpreter
-    here, or in the environment variable SERVER_PYTHON."""
+    sglang.launch_server`` or ``vllm serve``, from the path. Servers require a separate Python environment: name that
+    environment's interpreter here, or in the environment variable SERVER_PYTHON."""
     flags: tuple[str, ...] = ()
-    """More flags for the server, after ours. With rollout.colocated one of them must bound its memory:
-    ``--mem-fraction-static`` (SGLang, of what is free as it starts) or ``--gpu-memory-utilization`` (vLLM, of all)."""
+    """Further flags for the server, after the trainer's flags. With rollout.colocated a flag must bound the server's
+    memory: ``--mem-fraction-static`` (SGLang, fraction of the memory that is free at the start) or
+    ``--gpu-memory-utilization`` (vLLM, fraction of all memory)."""
     env: tuple[str, ...] = ()
     """Environment variables, each as ``NAME=value``."""
     first_port: Annotated[int, Ge(1024), Le(65535)] = 30000
-    """Servers take free ports from here upwards."""
+    """First port. Servers take free ports from this port upwards."""
     ports: Positive = 1000
-    """How many ports may be tried."""
+    """Largest number of ports to try."""
     wait_s: Seconds = 900.0
-    """How long a server may take until it can generate."""
+    """Longest time until a started server can generate, in seconds."""
     restarts: Count = 3
-    """How often a server that died is started again, over the whole run."""
+    """Largest number of restarts of servers that died, over the whole run."""
 
     @property
     def sizes(self) -> int:
-        """Numbers in rollout.launch.tp, if it is a list."""
+        """Numbers in rollout.launch.tp, if the setting is a list."""
         return len(self.tp) if isinstance(self.tp, tuple) else 0
 
     @property
@@ -178,35 +180,35 @@ class LaunchConfig(Section):
 
 
 class SyncConfig(Section):
-    """How weights reach the servers."""
+    """Transfer of the weights to the servers."""
 
     transport: Literal["collective", "disk"] = "collective"
     """``collective``: a process group from each pipeline stage to all servers (NCCL, gloo without CUDA); ``disk``:
     safetensors that servers read back."""
     bucket_mib: Positive | None = None
-    """Weights that travel at a time; null: 512 from a GPU, 30 from a CPU (of more, fresh memory costs servers more than
-    the wire does)."""
+    """Size of a transfer of weights, in MiB; null: 512 from a GPU, 30 from a CPU. For larger transfers from a CPU,
+    fresh memory costs servers more time than the network."""
     in_flight: Literal["retract", "keep", "abort"] = "retract"
-    """Requests that a sync finds unfinished (with rollout.ahead): ``retract`` recomputes what they have with the new
-    weights and continues; ``keep`` continues with the cache that older weights have made; ``abort`` sends them again
-    with the tokens made so far."""
+    """Handling of requests that a sync finds unfinished (with rollout.ahead). ``retract``: recompute the cache
+    with the new weights, and continue. ``keep``: continue with the cache from older weights.
+    ``abort``: send the requests again with the generated tokens."""
     timeout_s: Seconds = 120.0
-    """How long a server may take for any one request of a sync, and a bucket to travel."""
+    """Longest time for one request of a sync to a server, and for the transfer of one bucket, in seconds."""
     retries: Count = 2
-    """How often a sync that failed is tried again, without the servers that failed in it."""
+    """Number of retries of a failed sync, without the servers that failed in the sync."""
     check_every: Count = 10
-    """Syncs between comparisons of the servers' log-probabilities with the actor's; the first one is always followed by
-    one. 0: only the first."""
+    """Number of syncs between comparisons of the servers' log-probabilities with the actor's. A comparison always
+    follows the first sync. 0: compare only after the first sync."""
     adapter: bool = False
-    """With model.lora: servers hold the policy of model.path, and each sync sends them the adapters alone: SGLang
-    with a request, vLLM as files in ``folder``."""
+    """With model.lora: servers hold the policy of model.path, and each sync sends the adapters alone: to SGLang with a
+    request, to vLLM as files in ``folder``."""
     folder: str | None = None
-    """Where ``disk``, and with vLLM ``adapter``, writes, on a file system that servers share, such as a folder in
-    /dev/shm for servers on the same machine; null: ``RUN.DIR/sync``."""
+    """Folder of the files that ``disk`` writes, and ``adapter`` with vLLM. The servers must share the file system;
+    a folder in /dev/shm serves servers on the same machine. null: ``RUN.DIR/sync``."""
 
     @property
     def patience_s(self) -> float:
-        """Twice rollout.sync.timeout_s: ranks that have nothing to send wait in gloo until rollout.timeout_s."""
+        """Twice rollout.sync.timeout_s: ranks without data to send wait in gloo until rollout.timeout_s."""
         return 2 * self.timeout_s
 
 
@@ -214,7 +216,7 @@ class BranchConfig(Section):
     """A level of forks in a tree of completions. Name ``at`` or ``entropy``, not both."""
 
     at: Positive | None = None
-    """Fork after so many tokens of the response."""
+    """Number of tokens of the response before the fork."""
     entropy: AboveZero | None = None
     """Fork before the first token whose distribution has more entropy (nats). Later tokens have no influence, because
     they would bias the gradient. Servers report likely tokens alone, which give a lower bound of the entropy: all other
@@ -234,8 +236,8 @@ class TreeConfig(Section):
 
     branches: tuple[BranchConfig, ...] = ()
     """Forks of a response, by level; empty: no tree. With ``[{at: 200, children: 2}]`` each response is continued twice
-    after 200 tokens. With ``entropy`` (nats) in place of ``at`` the fork is before the first token whose distribution
-    has more entropy. A response that ends before a fork is each of the leaves below."""
+    after 200 tokens. With ``entropy`` (nats) instead of ``at``, the fork is before the first token whose distribution
+    has more entropy. A response that ends before a fork becomes each of the leaves below the fork."""
     roots: Annotated[int, Ge(2)] | None = None
     """Completions from the prompt on; null: rollout.samples_per_prompt divided by the children of all levels."""
     baseline: Literal["mixed", "depth"] = "mixed"
@@ -275,12 +277,12 @@ class TreeConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["local", ServerKind] = "local"
-    """Rollout engine: ``local`` is the policy itself, in the trainer's own processes; the others are servers."""
+    """Rollout engine: ``local`` is the policy in the trainer's own processes; ``sglang`` and ``vllm`` are servers."""
     engine_function: str | None = None
-    """Factory of an engine of your own, which replaces the local one: a class or function, ``file.py:name`` or
+    """Factory of a user-defined engine, which replaces the local engine: a class or function, ``file.py:name`` or
     ``module:name``, called on every rank with the policy's folder, and ``device``, ``dtype`` and ``world``."""
     servers: Literal["slurm"] | tuple[str, ...] = ()
-    """URLs of servers, or of an SGLang router, that run already; ``slurm``: one on each node of this job's second
+    """URLs of running servers, or of a running SGLang router; ``slurm``: one server on each node of this job's second
     heterogeneous component, at rollout.launch.first_port."""
     launch: LaunchConfig = LaunchConfig()
     sync: SyncConfig = SyncConfig()
@@ -290,49 +292,52 @@ class RolloutConfig(Section):
     """G, completions for each prompt."""
     tree: TreeConfig = TreeConfig()
     max_response_tokens: Positive = 1024
-    """A completion is cut off here, and counted as truncated."""
+    """Largest number of tokens in a completion. A longer completion is cut off and counted as truncated."""
     temperature: AboveZero = 1.0
-    """Sampling temperature; log-probabilities are those of the scaled distribution, in engine and trainer alike."""
+    """Sampling temperature. Log-probabilities in engine and trainer both belong to the scaled distribution."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a completion; null: those of generation_config.json, else of config.json, and the tokenizer's end
-    of turn."""
+    """Tokens that end a completion; null: the stop tokens of generation_config.json, else of config.json, and the
+    tokenizer's end of turn."""
     conversation: str | None = None
-    """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: it has a conversation with the
-    policy for each completion, of one sequence or several, and may call tools between its turns. ``verifiers``: the
-    environment of ``data.verifiers`` has it. null: a completion is one request."""
+    """``async rollout(client, prompt)`` as ``module:function`` or ``file.py:function``: a function that has a
+    conversation with the policy for each completion. A conversation has one sequence or several, and the function may
+    call tools between turns. ``verifiers``: the environment of ``data.verifiers`` has the conversation. null: a
+    completion is one request."""
     roles: tuple[str, ...] = ()
-    """Roles in which the policy speaks in rollout.conversation, such as ``[solver, critic]``. Each of its turns says
-    which, and reward.function gives each role a reward, whose baseline is that role's alone. Biased where they differ:
+    """Roles of the policy in rollout.conversation, such as ``[solver, critic]``. Each turn of the policy names a role,
+    and reward.function gives each role a reward with a separate baseline. Biased if the roles have different rewards:
     see ``rl/advantages.py``. Empty: a conversation has one reward."""
     ahead: Count = 0
-    """Steps whose rollouts are asked for before a step trains, beyond its own: servers generate meanwhile, with weights
-    that are so many updates old at most, corrected by truncated importance weights (loss.tis_cap). Steps train in the
-    order in which they were asked for. 0: exactly on-policy."""
+    """Number of further steps whose rollouts are requested before a step trains. Servers generate during training, with
+    weights that are at most this number of updates old. Truncated importance weights (loss.tis_cap) correct for older
+    weights. Steps train in the order of the requests. 0: exactly on-policy."""
     colocated: bool = False
-    """Servers share the trainer's GPUs: they release their memory while it trains, and it gives back its gradients and
-    caches while they generate. Wants rollout.sync.transport = disk and rollout.ahead = 0."""
+    """Servers share the trainer's GPUs: servers release their memory while the trainer trains, and the trainer releases
+    its gradients and caches while servers generate. Requires rollout.sync.transport = disk and rollout.ahead = 0."""
     max_batch: Positive = 256
     """Completions that the local engine decodes at once on a rank."""
     longest_first: bool = True
-    """Ask for the prompts of a step by their expected tokens, longest first; false: in the order of the epoch."""
+    """Request the prompts of a step by their expected tokens, longest first; false: in the order of the epoch."""
     max_in_flight: Positive = 64
-    """Prompts that a rank has under way at each server."""
+    """Largest number of pending prompts of a rank at each server."""
     timeout_s: Seconds = 1800.0
-    """How long ranks wait, without progress, for rollouts or for a server that can generate, before the run stops; also
-    how long a user's code may hang in rollouts and evaluations, on one rank too."""
+    """Longest wait of ranks without progress, in seconds, for rollouts or for a server that can generate. Then the run
+    stops. Also the longest time that a user's code may hang in rollouts and evaluations, on one rank too."""
     request_timeout_s: Seconds = 1800.0
-    """How long one prompt may take at a server before it is sent to another."""
+    """Longest time for one prompt at a server, in seconds, before the prompt is sent to another server."""
     health_timeout_s: Seconds = 30.0
-    """A server that says nothing for so long, though it is asked, is taken out."""
+    """Longest time for the answer to a health check, in seconds. A server that fails two checks in a row is marked
+    unhealthy and removed."""
     attempts: Positive = 4
-    """How often a prompt is sent before the run stops: servers may die, but not of the same prompt for ever."""
+    """Largest number of attempts for a prompt before the run stops. Servers may die, but not forever because of one
+    prompt."""
     heartbeat_s: Seconds = 60.0
-    """Seconds between words on how far the rollouts are, while ranks wait for them."""
+    """Seconds between messages on the progress of the rollouts, while ranks wait for rollouts."""
     max_logprob_diff: NonNegative | None = None
-    """Mean |log p| difference of trainer and engine, on tokens of the trainer's own weights, past which the run stops;
-    null: 1e-4 in fp32, 0.1 in bf16."""
+    """Largest mean |log p| difference of trainer and engine, on tokens of the trainer's own weights. The run stops if
+    the difference is larger. null: 1e-4 in fp32, 0.1 in bf16."""
     max_prob_error: AtLeastOne | None = None
-    """Mean of exp |log p difference| past which the run stops; null: 1.001 in fp32, 1.2 in bf16."""
+    """Largest mean of exp |log p difference|. The run stops if the mean is larger. null: 1.001 in fp32, 1.2 in bf16."""
 
     _once = field_validator("roles")(each_once)
 
@@ -343,7 +348,7 @@ class RolloutConfig(Section):
 
     @property
     def segments(self) -> int:
-        """Segments of a completion, each with an advantage of its own; 0: a completion has one."""
+        """Segments of a completion, each with a separate advantage; 0: a completion has one advantage."""
         return len(self.tree.branches) + 1 if self.tree.branches else len(self.roles)
 
     @property
