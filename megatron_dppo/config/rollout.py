@@ -93,8 +93,8 @@ class DataConfig(Section):
     rollouts: str | None = None
     """JSONL or parquet file of prompts with completions, rewards and log-probabilities of another policy. Training uses
     this file instead of data.train and the policy's own rollouts; see ``data/offline.py``. Biased: the only correction
-    for the other policy is a bounded weight for each token, the ratio of the two policies'
-    probabilities. null: the policy generates the rollouts."""
+    for the other policy is a bounded weight for each token, the policy's probability divided by the file's. null: the
+    policy generates the rollouts."""
     eval: str | dict[str, str] | None = None
     """Held-out prompts: a file, a folder or a data set of the hub (default split: ``test``); or several sources by
     name: ``{aime24: aime24.jsonl, …}`` gives the accuracy ``eval/aime24``. null: the held-out problems of the generator
@@ -189,9 +189,9 @@ class SyncConfig(Section):
     """Size of a transfer of weights, in MiB; null: 512 from a GPU, 30 from a CPU. For larger transfers from a CPU,
     fresh memory costs servers more time than the network."""
     in_flight: Literal["retract", "keep", "abort"] = "retract"
-    """Handling of requests that a sync finds unfinished (with rollout.ahead). ``retract``: recompute the cache
-    with the new weights, and continue. ``keep``: continue with the cache from older weights.
-    ``abort``: send the requests again with the generated tokens."""
+    """Handling of requests that a sync finds unfinished (with rollout.ahead). ``retract``: recompute the cache with
+    the new weights, and continue. ``keep``: continue with the cache from older weights. ``abort``: send the requests
+    again with the generated tokens."""
     timeout_s: Seconds = 120.0
     """Longest time for one request of a sync to a server, and for the transfer of one bucket, in seconds."""
     retries: Count = 2
