@@ -163,7 +163,8 @@ def step_metadata(
     if "prompt_inclusion" in more and "window" not in more:
         problem = "is given without window, the number of prompts that these were drawn from"
         raise UserError("prompt_inclusion", more["prompt_inclusion"], problem, "Give window as well")
-    given, lengths = without_rounding(np.asarray(rewards, np.float64)), np.asarray(response_lengths, np.int64)
+    given = without_rounding(np.asarray(rewards, np.float64))
+    lengths = np.asarray(response_lengths, np.int64)
     asked = np.asarray(prompt_lengths, np.int64)
     prompts, samples = given.shape
     plain = plan.plain_fields(asked, samples) | {

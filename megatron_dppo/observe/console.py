@@ -190,7 +190,7 @@ class LengthGate:
         )
 
 
-_COLOURS = yaml.safe_load(Path(__file__).with_name("palette.yaml").read_text(encoding="utf-8"))
+_COLOURS = yaml.safe_load(Path(__file__).with_name("palette.yaml").read_bytes())
 PALETTE: Mapping[str, tuple[str, str]] = _COLOURS["palette"]
 """Colours by name: on light paper and on dark."""
 SAME: Mapping[str, str] = _COLOURS["same"]

@@ -200,7 +200,7 @@ def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer 
         return GroupScorer(of_group)
     if any(inspect.iscoroutinefunction(scorer) for scorer in of_one):
 
-        async def scorer_of_sum(item: ScoreItem) -> Score:
+        async def sum_scorer(item: ScoreItem) -> Score:
             results: list[object] = []
             for scorer in of_one:  # await in sequence: only steps of this task count as processor time
                 try:
@@ -210,7 +210,7 @@ def _weighted(parts: Sequence[tuple[str, str, float]], scorers: Sequence[Scorer 
                     results.append(error)
             return _sum(parts, results)
 
-        return scorer_of_sum
+        return sum_scorer
     return lambda item: _sum(parts, [_or_error(scorer, item) for scorer in of_one])
 
 
