@@ -189,18 +189,25 @@ class World:
         ``rollout.timeout_s``.
         """
         value: Any = None
-        failure: Exception | None = None
+        failure: Any = None
         try:
             value = attempt()
-        except Exception as error:
+        except (Exception, StandstillError) as error:
             failure = error
-        except StandstillError as standstill:
-            failure = standstill.error
-        self.wait_for_all(what)
-        for failed in self.gather(failure):
-            if failed is not None:
-                raise failed
+        self.gather_results(failure, what=what)
         return value
+
+    def gather_results(self, result: T | BaseException, *, what: str) -> list[T]:
+        """Return the results of all ranks, by rank. If any is an error, raise the lowest failing rank's on all ranks.
+
+        Collective. ``what`` as for :meth:`together`.
+        """
+        self.wait_for_all(what)
+        results: list[Any] = self.gather(result.error if isinstance(result, StandstillError) else result)
+        for each in results:
+            if isinstance(each, BaseException):
+                raise each
+        return results
 
 
 def initialize(layout: LayoutConfig, *, seed: int, timeout_s: float) -> World:

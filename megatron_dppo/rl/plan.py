@@ -26,7 +26,7 @@ from megatron_dppo.rl.pruning.schedule import in_rounds, mixed, scheduled_keep, 
 from megatron_dppo.rl.seeds import Purpose, generator
 from megatron_dppo.rl.sequences import alike, no_further, spread
 from megatron_dppo.rl.trees import find_biased_settings
-from megatron_dppo.rl.types import Ints, MinibatchPlan, StepMetadata, StepPlan, no_segments
+from megatron_dppo.rl.types import Ints, MinibatchPlan, Selection, StepMetadata, StepPlan, no_segments
 
 ARRAYS = [field.name for field in fields(StepMetadata) if field.name not in ("window", "parts")]
 """The fields of StepMetadata that have a value for each group."""
@@ -241,6 +241,22 @@ def notes(
             "a step trains on fewer groups than its window has prompts: no more of mixed reward were found in "
             f"pruning.max_rounds = {pruning.max_rounds} rounds, or in the whole pool"
         )
+
+
+def remaining_window(selection: Selection, parts: Sequence[StepMetadata]) -> float:
+    """Return N of a selection without the prompts whose scoring failed.
+
+    N is multiplied by the kept prompts' fraction of Σ 1/π. The difference of N and the failed prompts' Σ 1/π is no
+    alternative: the kept prompts' Σ 1/π equals N in expectation only, so the difference could reach zero.
+
+    Args:
+        selection: all prompts that were requested.
+        parts: one per rank, without the failed prompts.
+    """
+    if sum(len(part.prompt_ids) for part in parts) == len(selection.prompt_ids):
+        return float(selection.window)
+    left = sum((1.0 / part.prompt_inclusion).sum() for part in parts)
+    return float(selection.window * left / (1.0 / selection.inclusion).sum())
 
 
 def gather_metadata(parts: Sequence[StepMetadata], *, window: float) -> StepMetadata:

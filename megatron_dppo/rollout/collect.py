@@ -17,17 +17,17 @@ from megatron_dppo.config import Config
 from megatron_dppo.data.offline import OfflineGroup, held_by
 from megatron_dppo.data.prompts import PromptPool
 from megatron_dppo.data.tokenizer import Tokenizer
-from megatron_dppo.errors import UserError
+from megatron_dppo.errors import StandstillError, UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rewards.workers import RewardWorkers
 from megatron_dppo.rl.objectives import objective_for, soft_overlong_penalty
-from megatron_dppo.rl.plan import gather_metadata
+from megatron_dppo.rl.plan import gather_metadata, remaining_window
 from megatron_dppo.rl.pruning.schedule import mixed
 from megatron_dppo.rl.score import Score, count_failures, tracebacks
 from megatron_dppo.rl.seeds import Purpose, engine_seed
 from megatron_dppo.rl.sequences import check_sequences, longest_response
 from megatron_dppo.rl.types import Completion, Floats, Group, Ints, Prompt, RoutingShape, Selection, StepMetadata
-from megatron_dppo.rollout.engine import Completions, RolloutEngine, Sampling
+from megatron_dppo.rollout.engine import RolloutEngine, Sampling
 from megatron_dppo.rollout.metadata import mean_role_rewards, metadata_of
 from megatron_dppo.rollout.scoring import GroupScoring, check_failures, failed_scores, scored_group
 from megatron_dppo.rollout.step_rollouts import CompleteRollouts, StepRollouts
@@ -64,8 +64,10 @@ class Collector:
         """Ask the engine for this rank's share of a step's rollouts, or for what is missing of it. ``again`` counts the
         earlier selections of the step."""
         selection, rollout = rollouts.selection, self._config.rollout
-        prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[self._mine(selection)]]
+        rows = self._mine(selection)
+        prompts = [pool[int(prompt)] for prompt in selection.prompt_ids[rows]]
         rollouts.prompts = prompts
+        rollouts.inclusion = selection.inclusion[rows]
         if self._offline is not None:
             return rollouts
         sampling = Sampling(
@@ -88,7 +90,8 @@ class Collector:
         of_engine = under_way if self._offline is None else ()
         progress = self._engine.break_off([each.pending for each in of_engine]) if of_engine else None
         for rollouts, so_far in zip(under_way, progress or (), strict=progress is not None):
-            rollouts.partial, rollouts.prompts, rollouts.pending = so_far, None, None
+            rollouts.restart()
+            rollouts.partial = so_far
         return progress is not None
 
     def finish(self, rollouts: StepRollouts) -> CompleteRollouts:
@@ -97,16 +100,20 @@ class Collector:
         Raises:
             UserError: on every rank, if more than ``reward.max_failures`` of the completions could not be scored.
         """
-        selection, prompts = rollouts.selection, rollouts.prompts
-        assert prompts is not None, "they are requested first"
+        selection, prompts, inclusion = rollouts.selection, rollouts.prompts, rollouts.inclusion
+        assert prompts is not None and inclusion is not None, "they are requested first"
         total = len(selection.prompt_ids) * self._config.rollout.samples_per_prompt
-        inclusion = selection.inclusion[self._mine(selection)]
-        completions, score = self._completions(prompts, rollouts.pending, of_all=total)
-        part, groups, failures = self._world.together(lambda: self._share(score(completions), inclusion), what="scores")
-        parts, all_failures = zip(*self._world.gather((part, failures)), strict=True)
+        score = self._wait_for_rollouts(prompts, rollouts.pending, of_all=total)
+        result: Any
+        try:
+            part, groups, failures = self._share(score(), inclusion)
+            result = part, failures
+        except (Exception, StandstillError) as error:
+            result = error
+        parts, all_failures = zip(*self._world.gather_results(result, what="scores"), strict=True)
         failed = [failure for of_rank in all_failures for failure in of_rank]
         check_failures(self._config.reward, failed, total)
-        metadata = gather_metadata(parts, window=_window_left(selection, parts))
+        metadata = gather_metadata(parts, window=remaining_window(selection, parts))
         dropped = len(selection.prompt_ids) - len(metadata.prompt_ids)
         timeouts, errors = map(float, count_failures(failed))
         counts = dict(zip(COUNTS, (float(dropped), timeouts, errors), strict=True))
@@ -146,24 +153,21 @@ class Collector:
         Past the failures that ``reward.max_failures`` allows among the ``of_all`` completions of all ranks, the rest is
         left unscored: :func:`check_failures` is then about to stop the run.
         """
-        completions, score = self._completions(prompts, pending, of_all=of_all)
-        return self._world.together(lambda: score(completions), what="scores")
+        return self._world.together(self._wait_for_rollouts(prompts, pending, of_all=of_all), what="scores")
 
-    def _completions(
-        self, prompts: Sequence[Prompt], pending: Any, *, of_all: int
-    ) -> tuple[Completions, Callable[[Completions], list[Group]]]:
+    def _wait_for_rollouts(self, prompts: Sequence[Prompt], pending: Any, *, of_all: int) -> Callable[[], list[Group]]:
         """Wait for completions and teachers, while completions are scored. Collective.
 
         Returns:
-            The completions of each prompt, and the local function that finishes the scores.
+            A function that finishes the scores and returns the groups. It is not collective.
         """
         query = TeacherQuery(self._teachers, prompts)
         if (offline := self._offline) is not None:
             held = [offline[prompt.id] for prompt in prompts]
             completions = [group.completions for group in held]
             scores = [group.scores for group in held]
-            completions = query.finish(completions, self._world)
-            return completions, lambda read: list(map(scored_group, prompts, read, scores))
+            query.wait(completions, self._world)
+            return lambda: list(map(scored_group, prompts, query.answers(completions), scores))
         most_failures = math.floor(self._config.reward.max_failures * of_all)
         scoring = GroupScoring(self.workers, self._tokenizer, prompts, most_failures)
 
@@ -174,7 +178,8 @@ class Collector:
 
         try:
             completions = self._engine.finish(pending, look)
-            return query.finish(completions, self._world), scoring.finish
+            query.wait(completions, self._world)
+            return lambda: scoring.finish(query.answers(completions))
         except BaseException:
             scoring.abandon()
             query.abandon()
@@ -290,14 +295,3 @@ def _numbers(completion: Completion, score: Score, unique: int) -> dict[str, flo
 def _by_row(metadata: StepMetadata, groups: Sequence[Group]) -> dict[int, Group]:
     rows = {int(prompt): row for row, prompt in enumerate(metadata.prompt_ids)}
     return {rows[group.prompt.id]: group for group in groups}
-
-
-def _window_left(selection: Selection, parts: Sequence[StepMetadata]) -> float:
-    """N without the prompts whose scoring failed: the share of the window that the others stand for, by their 1/π.
-
-    A ratio, not N less what failed: 1/π of the kept sums to N in expectation only, and the difference could reach zero.
-    """
-    if sum(len(part.prompt_ids) for part in parts) == len(selection.prompt_ids):
-        return float(selection.window)
-    left = sum(float((1.0 / part.prompt_inclusion).sum()) for part in parts)
-    return selection.window * left / float((1.0 / selection.inclusion).sum())

@@ -96,7 +96,7 @@ class WeightSource(Protocol):
 class RolloutEngine(Protocol[Pending]):
     """Token ids in, token ids out; text is never tokenised again.
 
-    Every rank has one and calls the same methods in the same order; ``begin`` alone is no meeting of ranks.
+    Every rank has an engine, and all ranks call the same methods in the same order. Any method may be collective.
     """
 
     def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Pending:

@@ -6,7 +6,6 @@ Slower than a server, but it needs none, it can be seeded, and it runs wherever 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from megatron_dppo.rollout.local_conversations import LocalConversations
 from megatron_dppo.rollout.tree import TreePath, list_leaves, make_root
 
 
-class LocalEngine(RolloutEngine[Future[Completions]]):
+class LocalEngine(RolloutEngine[Completions]):
     """A rollout engine on one device of this process. It generates when it is asked, before ``begin`` returns.
 
     Args:
@@ -100,38 +99,33 @@ class LocalEngine(RolloutEngine[Future[Completions]]):
         self._decoder.weights_changed()
         self._version = version
 
-    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Future[Completions]:
-        """See the protocol. The same call gives the same bits. Failures are raised by ``finish``."""
-        return self._attempt(prompts, sampling, self._conversations)
+    def begin(self, prompts: Sequence[Prompt], sampling: Sampling) -> Completions:
+        """Generate all completions. The same call gives the same bits. Collective.
 
-    def finish(self, pending: Future[Completions], look: GroupCallback | None = None) -> Completions:
-        """All was generated when ``begin`` returned: there is nothing to look at in between.
-
-        Raises:
+        Raises, on every rank:
             UserError: ``max_batch`` does not hold one prompt's samples; a log-probability is not finite; or as
                 :meth:`LocalConversations.complete`.
             ValueError: a prompt has no tokens.
             RuntimeError: the engine is paused or has no weights.
         """
-        return pending.result() if self._world is None else self._world.together(pending.result, what="rollouts")
+        return self._on_all_ranks(prompts, sampling, self._conversations)
+
+    def finish(self, pending: Completions, look: GroupCallback | None = None) -> Completions:
+        """Return the completions of ``begin``."""
+        return pending
 
     def sample_each(self, prompts: Sequence[Prompt], sampling: Sampling) -> dict[str, Completions]:
         """Every rank's engine has weights of its own, and counts as a server."""
-        groups = self.finish(self._attempt(prompts, sampling, None))
+        groups = self._on_all_ranks(prompts, sampling, None)
         if self._world is None:
             return {"local": groups}
         return {f"local, rank {rank}": each for rank, each in enumerate(self._world.gather(groups))}
 
-    def _attempt(
+    def _on_all_ranks(
         self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None
-    ) -> Future[Completions]:
-        """The groups, or the reason for their absence."""
-        future: Future[Completions] = Future()
-        try:
-            future.set_result(self._generate(prompts, sampling, conversations))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    ) -> Completions:
+        generate = partial(self._generate, prompts, sampling, conversations)
+        return generate() if self._world is None else self._world.together(generate, what="rollouts")
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, conversations: LocalConversations | None

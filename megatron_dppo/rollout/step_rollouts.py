@@ -25,7 +25,7 @@ from megatron_dppo.config import Config
 from megatron_dppo.errors import UserError
 from megatron_dppo.parallel.world import World
 from megatron_dppo.rl.sequences import check_settings
-from megatron_dppo.rl.types import Completion, Group, Prompt, Selection, StepMetadata
+from megatron_dppo.rl.types import Completion, Floats, Group, Prompt, Selection, StepMetadata
 from megatron_dppo.rollout.engine import PartialRollout
 
 FOLDER = "rollouts"
@@ -65,6 +65,8 @@ class StepRollouts:
     """How far this rank's prompts were when they were broken off."""
     prompts: Sequence[Prompt] | None = None
     """This rank's, while they are requested and not complete; None: they are not requested."""
+    inclusion: Floats | None = None
+    """[P], inclusion probabilities of ``prompts``."""
     pending: Any = None
     """What the engine returned for the request."""
     complete: CompleteRollouts | None = None
@@ -76,11 +78,12 @@ class StepRollouts:
 
     def restart(self) -> None:
         """Forget all but the prompts."""
-        self.partial = self.prompts = self.pending = self.complete = None
+        self.partial = self.prompts = self.inclusion = self.pending = self.complete = None
 
     def finish(self, complete: CompleteRollouts) -> None:
         """Replace the request, whose completions are in ``complete``."""
-        self.partial, self.prompts, self.pending, self.complete = None, None, None, complete
+        self.restart()
+        self.complete = complete
 
     def fit(self, config: Config, *, oldest: int, routed: bool) -> bool:
         """Whether a run with these settings may go on with this rank's share.

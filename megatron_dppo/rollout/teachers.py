@@ -209,21 +209,25 @@ class TeacherQuery:
             if self._servers.distillation.served((prompt := self._prompts[place]).data_source):
                 self._asked[place] = [self._servers.ask(prompt, completion) for completion in group]
 
-    def finish(self, completions: Completions, world: World) -> Completions:
-        """Return the completions with the log-probabilities of the teacher servers added. Collective.
+    def wait(self, completions: Completions, world: World) -> None:
+        """Wait until the queries of all ranks have ended. Collective.
 
         While queries are pending, ranks meet in a short collective every ``EXCHANGE_S``, as for rollouts.
-
-        Raises:
-            UserError: on every rank, if a server fails to return log-probabilities.
         """
         if self._servers is None:
-            return completions
+            return
         self.look((place, group) for place, group in enumerate(completions) if place not in self._asked)
         asked = [future for each in self._asked.values() for future in each]
         while any(world.gather(bool(wait(asked, EXCHANGE_S).not_done))):
             pass
-        return world.together(lambda: list(map(self._read, range(len(completions)), completions)), what="teachers")
+
+    def answers(self, completions: Completions) -> Completions:
+        """Return the completions with the log-probabilities of the teacher servers added. Not collective.
+
+        Raises:
+            UserError: if a server failed to return log-probabilities.
+        """
+        return [self._answer(place, group) for place, group in enumerate(completions)]
 
     def abandon(self) -> None:
         """Cancel all queries, because the rollout failed and the answers are not needed."""
@@ -231,7 +235,7 @@ class TeacherQuery:
             for future in asked:
                 future.cancel()
 
-    def _read(self, place: int, group: tuple[Completion, ...]) -> tuple[Completion, ...]:
+    def _answer(self, place: int, group: tuple[Completion, ...]) -> tuple[Completion, ...]:
         if self._servers is None or place not in self._asked:
             return group
         url = str(self._servers.distillation.teacher_of(self._prompts[place].data_source))

@@ -135,9 +135,8 @@ def test_rank_that_cannot_generate_stops_all_ranks(tmp_path: Path) -> None:
     def on_a_rank(world: World) -> tuple[str, dict[str, list]]:
         engine = make_engine(make_policy(world.rank), tmp_path / str(world.rank), world=world)
         each = {name: tokens_of(groups) for name, groups in engine.sample_each(make_prompts(5), sampling_of()).items()}
-        pending = engine.begin(make_prompts(3, 0 if world.rank else 2), sampling_of())  # which does not raise
         with pytest.raises(ValueError) as caught:
-            engine.finish(pending)
+            engine.begin(make_prompts(3, 0 if world.rank else 2), sampling_of())
         return str(caught.value), each
 
     (message, each), (same_message, same) = as_ranks(2, on_a_rank)

@@ -268,9 +268,8 @@ def test_conversation_that_gives_up_is_repeated(engines: Any) -> None:
 )
 def test_failing_conversations_stop_the_run(engines: Any, function: Any, words: str) -> None:
     engine = engines(function)
-    pending = engine.begin(make_prompts(3, 6), sampling_of(samples=2))  # which does not raise
     with pytest.raises(UserError) as raised:
-        engine.finish(pending)
+        engine.begin(make_prompts(3, 6), sampling_of(samples=2))
     setting = "rollout.request_timeout_s" if function is never_end else "rollout.conversation"
     assert raised.value.setting == setting and words in str(raised.value)
     plain = engine.sample_each(make_prompts(3), sampling_of(samples=2))

@@ -160,9 +160,10 @@ def test_servers_read_their_completions_at_once(kind: Kind, policy: Path, monkey
         server.failures = [429, 503, 0]
         reading = TeacherQuery(servers, prompts)
         reading.look([(2, groups[2])])
-        wait_until(lambda: server.asked == 2, 20.0)  # and finish() has not been called
+        wait_until(lambda: server.asked == 2, 20.0)  # and wait() has not been called
         assert server.failures == []
-        read = reading.finish(groups, world_of(1, 0))
+        reading.wait(groups, world_of(1, 0))
+        read = reading.answers(groups)
         assert server.asked == 5
         assert read[1] == groups[1], "nobody teaches source b"
         for place in (0, 2):
@@ -203,8 +204,10 @@ def test_unusable_answers_stop_the_run(kind: Kind, last: float, shift: int, word
     with teaching(kind, policy) as server, opened(config_of(server.url), policy) as servers:
         right, server.shift = server.logprobs, shift
         server.logprobs = lambda tokens: [*right(tokens)[:-1], last]  # type: ignore[method-assign]
+        query = TeacherQuery(servers, prompts)
+        query.wait(groups, world_of(1, 0))
         with pytest.raises(UserError, match=words) as error:
-            TeacherQuery(servers, prompts).finish(groups, world_of(1, 0))
+            query.answers(groups)
     assert (error.value.setting, error.value.value) == ("loss.distillation.teacher", server.url)
 
 
